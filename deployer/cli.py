@@ -13,7 +13,6 @@ from typing import IO
 
 import click
 
-from deployer import exit_codes
 from deployer.commands.complete import cli as complete_cli
 from deployer.commands.complete.cli import VARIABLE
 from deployer.commands.host import cli as host_cli
@@ -35,21 +34,18 @@ from deployer.terminal import (
     show_error,
 )
 
-HELP = f"""Run a training config on any machine you can ssh to, watch it, and bring the results home.
+HELP = """Launch a job on any machine you can ssh to, watch it, pull its results.
 
-    \b
-      deploy.py configs/02_debug_sft_fsdp.py --ssh root@host:port    ship, launch, stream, bring results home
-      deploy.py configs/02_debug_sft_fsdp.py --dry-run               show the torchrun command; no network
-      deploy.py configs/01_debug_sft.py target.device=cpu            run one on this machine, without a GPU
-      deploy.py run --ssh gpu --gpus 0,1 -- python my_train.py …     a program of your own
+`deploy.py CONFIG` means `deploy.py run CONFIG`. A job keeps running when this client, its network or its terminal ends.
+`ps`, `logs`, `stop` and `pull` find it again by its ID.
 
-    `deploy.py CONFIG` means `deploy.py run CONFIG`. A job goes on when this client, its network or its terminal
-    ends; `ps`, `logs`, `stop` and `pull` find it again by its id.
-
-    \b
-    Exit codes:
-{exit_codes.as_text()}
-    """
+\b
+Examples:
+  deploy.py configs/02_debug_sft_fsdp.py --ssh root@host:22
+  deploy.py configs/02_debug_sft_fsdp.py --dry-run        # without network
+  deploy.py configs/01_debug_sft.py target.device=cpu     # here, without GPU
+  deploy.py run --ssh gpu --gpus 0,1 -- python my_train.py
+"""
 
 
 @click.group(cls=Commands, context_settings=CONTEXT, invoke_without_command=True, help=HELP)

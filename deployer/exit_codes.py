@@ -21,25 +21,25 @@ class ExitCode(NamedTuple):
 
 
 EXIT_CODES = (
-    ExitCode(0, "the job succeeded, and what was asked for of its results is here"),
-    ExitCode(ANSWERED_NO, "a question was answered with no; a check of `doctor` fails; `stop` left something"),
-    ExitCode(USAGE, "a mistake in usage or config; no such job"),
+    ExitCode(0, "The job succeeded, and the results asked for are on this client."),
+    ExitCode(ANSWERED_NO, "You answered no to a question, a check of `doctor` failed, or `stop` left something."),
+    ExitCode(USAGE, "The usage or the config has a mistake, or there is no such job."),
     ExitCode(
-        NOT_HOME, "the job succeeded, and something asked for is not here: the last line says what, and what brings it"
+        NOT_HOME, "The job succeeded, but a result asked for is not here. The last line names it and how to get it."
     ),
-    ExitCode(RUNS_ON, "the job runs on, or may, without this client: detached (Ctrl-C), or following given up"),
-    ExitCode(STALLED, "`--stall-timeout` or `--idle-timeout` ended the job"),
-    ExitCode(NOT_DEPLOYED, "it could not be deployed, the host not be asked, or the job is lost or never started"),
-    ExitCode(INTERRUPTED, "interrupted, and nothing was started, or it was stopped again at once"),
-    ExitCode(UNREAD, "nobody reads the output any more; a job that was started runs on"),
-    ExitCode(STOPPED, "the job was stopped"),
+    ExitCode(RUNS_ON, "The job runs, or may run, without this client: you detached (Ctrl-C), or the client gave up."),
+    ExitCode(STALLED, "`--stall-timeout` or `--idle-timeout` ended the job."),
+    ExitCode(NOT_DEPLOYED, "The launch failed, the host could not be asked, or the job is lost or never started."),
+    ExitCode(INTERRUPTED, "You interrupted it: nothing was started, or it was stopped again at once."),
+    ExitCode(UNREAD, "Nothing reads the output any more. A job that was started keeps running."),
+    ExitCode(STOPPED, "The job was stopped."),
 )
-OWN = "else the job's own: of the rank that failed first, 128+N for signal N. It comes before 74."
+OWN = "The job's own code: that of the rank that failed first, 128+N for signal N. It comes before 74."
 
 
-def as_text() -> str:
-    """A line for each, for `--help`."""
-    return "\n".join([*(f"  {one.code:>3}  {one.meaning.replace('`', '')}" for one in EXIT_CODES), f"  {OWN}"])
+def as_rows() -> list[tuple[str, str]]:
+    """Code and meaning of each, for `--help`."""
+    return [*((f"{one.code:>3}", one.meaning.replace("`", "")) for one in EXIT_CODES), ("other", OWN)]
 
 
 def as_markdown() -> str:

@@ -53,28 +53,28 @@ def _row(flag: str, key: str, help: str, *, at_resume: Mapping[str, Any] | None 
     return Row(flag, key, help, how, at_resume)
 
 
-SSH = _row("--ssh", "target.ssh", "Where: an address or an alias of ~/.ssh/config.", metavar="[USER@]HOST[:PORT]")
+SSH = _row("--ssh", "target.ssh", "The host: an address or an alias of ~/.ssh/config.", metavar="[USER@]HOST[:PORT]")
 ROOT = _row("--remote-root", "target.root", f"Torchferry's folder on the host [{DEFAULT_ROOT}].", metavar="DIR")
 JOB = (
     _row(
         "--gpus",
         "target.gpu_ranks",
-        "GPU indices (nvidia-smi), UUIDs, or the freest; one process each.",
+        "GPUs by nvidia-smi index or UUID, or auto:N for the N freest; torchrun starts one process on each.",
         type=parse_gpus,
         metavar="0,2|auto:2",
-        at_resume={"metavar": "0,2", "help": "Other GPUs than before; one process each."},
+        at_resume={"metavar": "0,2", "help": "Run on these GPUs instead; torchrun starts one process on each."},
     ),
     _row(
         "--device",
         "target.device",
-        "cpu: as many CPU processes as --gpus names.",
+        "auto: CUDA, or an error without it. cpu: one CPU process for each entry of --gpus.",
         type=click.Choice(["auto", "cuda", "cpu"]),
     ),
-    _row("--name", "run.name", "Name of the run; begins its id.", metavar="NAME"),
+    _row("--name", "run.name", "Name of the run; the job's ID begins with it.", metavar="NAME"),
     _row(
         "--env",
         "target.env",
-        "Environment variable of the job. Repeatable.",
+        "Set an environment variable of the job. Repeatable.",
         type=parse_assignment,
         multiple=True,
         metavar="K=V",
@@ -83,7 +83,7 @@ JOB = (
     _row(
         "--secret",
         "target.secrets",
-        "Pass on a variable; its value is kept nowhere.",
+        "Pass this variable of your shell to the job; its value is stored nowhere. Repeatable.",
         multiple=True,
         metavar="NAME",
         at_resume={},
@@ -91,25 +91,25 @@ JOB = (
     _row(
         "--env-file",
         "target.env_file",
-        "Variables of the job from a file like .env; the values are kept nowhere.",
+        "Set the job's variables from a file like .env; their values are stored nowhere.",
         metavar="FILE",
         at_resume={},
     ),
     _row(
         "--out",
         "target.outputs",
-        "Bring this home too, a file or folder that the job writes into its copy of this folder. Repeatable.",
+        "Also pull this file or folder, which the job writes in its copy of the project. Repeatable.",
         type=parse_path,
         multiple=True,
         metavar="PATH|GLOB",
         at_resume={},
     ),
     ROOT,
-    _row("--python", "target.python", "The job's interpreter on the host.", metavar="PATH"),
+    _row("--python", "target.python", "The job's Python interpreter on the host.", metavar="PATH"),
     _row(
         "--setup",
         "target.setup",
-        "Shell command that runs on the host first, once for what it names.",
+        "Run this shell command on the host before the job. Later jobs reuse what it made.",
         metavar="CMD",
     ),
 )
@@ -118,16 +118,22 @@ LIMITS = (
     _row(
         "--after",
         "target.after",
-        "Start once that job of the host has succeeded, never when it fails. Repeatable.",
+        "Start once that job on the host has succeeded; never start if it fails. Repeatable.",
         multiple=True,
         metavar="ID",
         at_resume={},
     ),
-    _row("--queue", "target.queue", "Wait for the GPUs on the host, first in, first out.", is_flag=True, at_resume={}),
+    _row(
+        "--queue",
+        "target.queue",
+        "Wait on the host until the GPUs are free, first in, first out.",
+        is_flag=True,
+        at_resume={},
+    ),
     _row(
         "--max-restarts",
         "target.max_restarts",
-        "Start again after a failure, N times.",
+        "Start the job again after a failure, at most N times.",
         type=click.IntRange(min=0),
         metavar="N",
         at_resume={},
@@ -135,7 +141,7 @@ LIMITS = (
     _row(
         "--max-runtime",
         "target.max_runtime_s",
-        "Then save and stop.",
+        "Save and stop after this long.",
         type=parse_duration,
         metavar="1h30m",
         at_resume={},
@@ -143,7 +149,7 @@ LIMITS = (
     _row(
         "--stall-timeout",
         "target.stall_timeout_s",
-        "Fail without a step for so long.",
+        "End the attempt as failed if no step finishes for this long.",
         type=parse_duration,
         metavar="10m",
         at_resume={},
@@ -151,7 +157,7 @@ LIMITS = (
     _row(
         "--setup-timeout",
         "target.setup_timeout_s",
-        "End a --setup that takes so long [1h].",
+        "Fail the job if --setup takes longer than this [1h].",
         type=parse_duration,
         metavar="1h",
         at_resume={},
@@ -159,7 +165,7 @@ LIMITS = (
     _row(
         "--idle-timeout",
         "target.idle_timeout_s",
-        "Fail when no GPU of it is used for so long.",
+        "End the attempt as failed if it uses none of its GPUs for this long.",
         type=parse_duration,
         metavar="30m",
         at_resume={},
@@ -167,7 +173,7 @@ LIMITS = (
     _row(
         "--log-max",
         "target.log_max_gb",
-        "Keep this much of a rank's log [10GB]; 0: all.",
+        "Keep the newest part of each rank's log up to this size [10GB]; 0: keep all.",
         type=lambda text: parse_size(text) / 1e9,
         metavar="SIZE",
     ),

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deployer.commands.formatter import Context
 from deployer.commands.key_options import DEFAULT_ROOT, LIMITS, ROOT, SSH, Decorator, with_keys
 from deployer.commands.values import Seconds, parse_duration
 from deployer.errors import UnknownJob, UsageError
-from deployer.exit_codes import UNREAD
+from deployer.exit_codes import UNREAD, as_rows
 from deployer.printable import shown
 from deployer.terminal import as_invoked, notice
 
@@ -33,13 +34,35 @@ MOST_JOBS = 30
 """That one can go through."""
 WAYS = ("auto", "fabric", "openssh")
 """As a record of a job has them."""
+CONNECTION = frozenset({"--ssh-key", "--accept-new-host-key", "--transport", "--connect-timeout", "--remote-root"})
+"""Options that every command with a host has; its help lists them last."""
+WIDEST = 25
+"""Columns that an option's words may take in a help; a longer one has its text on the next line."""
 
 
 class Command(click.Command):
-    """A command that is named in its help as it was called, and that knows what its options are called elsewhere."""
+    """A command whose help names the program as it was called and groups the options. It also knows other tools' names
+    of its options."""
+
+    context_class = Context
 
     def __init__(self, name: str | None, help: str | None = None, **options: Any) -> None:
         super().__init__(name, help=as_invoked(help or ""), **options)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The command's own options, those of the connection in a group below, and --help at the end."""
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        rows = {option: row for option in options if (row := option.get_help_record(ctx)) is not None}
+        connects = any("--ssh-key" in option.opts for option in rows)
+        connection = [row for option, row in rows.items() if connects and CONNECTION.intersection(option.opts)]
+        *own, last = [row for row in rows.values() if row not in connection]
+        groups = [("Options", own), ("Connection", connection), ("", [last])]
+        width = min(max(len(words) for words, _ in rows.values()), WIDEST)
+        for title, group in groups if connection else [("Options", [*own, last])]:
+            with formatter.section(title) if title else formatter.indentation():
+                if not title:
+                    formatter.write_paragraph()
+                formatter.write_dl([(f"{words:<{width}}", text) for words, text in group], col_max=width)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
@@ -67,8 +90,12 @@ class Commands(Command, click.Group):
             args = [*args[:first], "run", *args[first:]]
         return super().parse_args(ctx, args)
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Those of a `section` of their own stand below the others."""
+        """Commands with an own `section` stand below the others."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for name, command in sorted(self.commands.items()):
             rows = sections.setdefault(getattr(command, "section", "Commands"), [])
@@ -76,6 +103,10 @@ class Commands(Command, click.Group):
         for title, rows in sorted(sections.items()):
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Exit codes"):
+            formatter.write_dl(as_rows())
 
     def invoke(self, ctx: click.Context) -> Any:
         """Ends with 141, as by SIGPIPE, once nobody reads the output any more (click would say 1)."""
@@ -163,12 +194,12 @@ class WithKeys(WithProgram):
 
 SSH_KEY = click.option("--ssh-key", metavar="FILE", help="Private key for this connection.")
 ACCEPT = click.option(
-    "--accept-new-host-key", is_flag=True, help="Trust a host seen for the first time (a changed key is refused)."
+    "--accept-new-host-key", is_flag=True, help="Trust the key of an unknown host. A changed key is always refused."
 )
 TRANSPORT = click.option(
     "--transport",
     type=click.Choice(WAYS),
-    help="How to connect [auto: openssh, the ssh program, where a host's options need it; else fabric].",
+    help="How to connect [auto: openssh (the ssh program) if the host's ssh options need it, else fabric].",
 )
 CONNECT_TIMEOUT = click.option(
     "--connect-timeout",
@@ -197,7 +228,7 @@ NOTIFY = click.option(
     "--notify",
     multiple=True,
     metavar="URL|CMD",
-    help="At start, failure, restart and end: the host posts to a URL, this client runs a command. Repeatable "
+    help="Report start, failure, restart and end: the host posts to a URL, this client runs a command. Repeatable "
     "[$TORCHFERRY_NOTIFY].",
 )
 
@@ -207,14 +238,14 @@ def with_results(command: Callable[..., Any]) -> Callable[..., Any]:
     detach = click.option("--detach", is_flag=True, help="Return once the job has started.")
     no_pull = click.option("--no-pull", is_flag=True, help="Leave the results on the host.")
     pull_max = click.option(
-        "--pull-max", default=PULL_MAX, metavar="SIZE", help=f"Bring an export home up to this size [{PULL_MAX}]."
+        "--pull-max", default=PULL_MAX, metavar="SIZE", help=f"Size limit of the pull; 0: none [{PULL_MAX}]."
     )
     return detach(no_pull(pull_max(NOTIFY(command))))
 
 
 def with_limits(*, resume: bool = False) -> Decorator:
     """The options that say what the host does with a job by itself."""
-    allow_busy = click.option("--allow-busy", is_flag=True, help="Use GPUs that other processes are using.")
+    allow_busy = click.option("--allow-busy", is_flag=True, help="Use GPUs even if other processes use them.")
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         return allow_busy(with_keys(LIMITS, resume=resume)(command))
@@ -222,7 +253,7 @@ def with_limits(*, resume: bool = False) -> Decorator:
     return decorate
 
 
-JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 
 GIVE_UP = click.option(
     "--give-up",
@@ -230,7 +261,7 @@ GIVE_UP = click.option(
     type=parse_duration,
     default="10m",
     metavar="10m",
-    help="Stop following after so long without a connection; the job runs on [10m].",
+    help="Give up after this long without a connection; the job keeps running [10m].",
 )
 
 # --- the host that they name ------------------------------------------------------------------------------------------

@@ -16,17 +16,18 @@ PROGRAM_ENV = "TORCHFERRY_PROGRAM"
 TRAINER = CLIENT_ROOT / "train.py"
 """By its path: a folder `trainer` of the project that somebody stands in is not ours."""
 FORWARDED = {
-    "train": ("Train on this machine as a config says.", ()),
-    "inspect": ("Show what a config would train on and how; no GPU.", ("--inspect",)),
-    "calibrate": ("Find the fastest micro-batch on these GPUs, in two minutes.", ("--calibrate",)),
-    "init": ("Write a short file to begin with: lora, sft, pretrain, task.", ()),
-    "convert": ("Write another tool's task (SkyPilot, dstack) as one of ours.", ()),
-    "keys": ("Show the keys of a config, and what they mean.", ()),
+    "train": ("Train on this machine from a config file.", ()),
+    "inspect": ("Show what a config would train on, and how; needs no GPU.", ("--inspect",)),
+    "calibrate": ("Find the fastest micro-batch size on these GPUs in two minutes.", ("--calibrate",)),
+    "init": ("Write a short file to start from: lora, sft, pretrain or task.", ()),
+    "convert": ("Convert a SkyPilot or dstack task into a task file.", ()),
+    "keys": ("Show the keys of a config and what they mean.", ()),
     "export": ("Write a run's checkpoint in Hugging Face format.", ()),
-    "generate": ("Have a trained model go on from a prompt.", ()),
-    "tokenize": ("Write text as a token file, for pretraining.", ()),
+    "generate": ("Generate text with a trained model.", ()),
+    "tokenize": ("Write text as a token file for pretraining.", ()),
 }
-"""By name: what it does, and the options of `train.py` that it stands for. The first three are `train.py CONFIG`."""
+"""By name: the first line of its help, and the options of `train.py` that it stands for. The first three are
+`train.py CONFIG`."""
 OF_A_CONFIG = ("train", "inspect", "calibrate")
 
 

@@ -58,10 +58,7 @@ def python(tree: Path, *words: str, folder: Path) -> subprocess.CompletedProcess
 
 def test_help_of_run_and_resume_shows_it(ferry: Ferry) -> None:
     for command in ("run", "resume"):
-        assert (
-            "--nice N                        Stand back behind others.\n"
-            in ferry.run(command, "--help").stdout.decode()
-        )
+        assert "--nice N                   Stand back behind others.\n" in ferry.run(command, "--help").stdout.decode()
 
 
 def test_page_of_keys_has_one_row_more(tree: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import NoReturn
 import click
 
 import trainer
+from trainer.commands.help import CONTEXT, TRAIN, TRAINING, VERBS
 from trainer.commands.interruptible import interruptible
 from trainer.config.kinds.recognise import CONFIG, expect, read_kind
 from trainer.config.load import ConfigError, load_config, num_processes
@@ -28,44 +29,20 @@ from trainer.start import caches, launch
 from trainer.startup import Startup
 
 COMMANDS = {
-    "init": ("trainer.commands.init:init", "init KIND", "a short file to begin with: lora, sft, pretrain, task"),
-    "convert": ("trainer.commands.convert:convert", "convert FILE", "another tool's task as one of ours"),
-    "keys": ("trainer.commands.keys:keys", "keys [WORD]...", "the keys of a config, and what they mean"),
-    "export": ("trainer.commands.export:export", "export RUN", "a checkpoint of a run in Hugging Face format"),
-    "generate": ("trainer.commands.generate:generate", "generate MODEL TEXT...", "what a trained model says"),
-    "tokenize": ("trainer.commands.tokenize:tokenize", "tokenize SOURCE...", "text as a token file, for pretraining"),
+    "init": ("trainer.commands.init:init", "init KIND", "Write a short file to start from."),
+    "convert": ("trainer.commands.convert:convert", "convert FILE", "Convert a SkyPilot or dstack task."),
+    "keys": ("trainer.commands.keys:keys", "keys [WORD]...", "Show the keys of a config."),
+    "export": ("trainer.commands.export:export", "export RUN", "Write a Hugging Face folder."),
+    "generate": ("trainer.commands.generate:generate", "generate MODEL TEXT...", "Generate text with a model."),
+    "tokenize": ("trainer.commands.tokenize:tokenize", "tokenize SOURCE...", "Write a token file."),
 }
-"""By first word: where its click command is, imported only when it is called; its usage; what it gives."""
+"""By first word: where its click command is, imported only when it is called; its usage; what it does."""
 WITHOUT_TORCH = ("init", "convert", "keys")
 PROGRAM_ENV = "TORCHFERRY_PROGRAM"
 """What this program is called where another one has become it: in its usage and its errors."""
 
 MOST_CARD_GIB = 4096
 UTF8_MODE_ENV = "PYTHONUTF8"
-
-HELP = """Train as CONFIG says (a .py or YAML file), on this machine.
-
-Every value can be overridden: KEY is the dotted name, as in train.steps=50.
-
-\b
-  python train.py configs/01_debug_sft.py target.device=cpu
-  python train.py configs/02_debug_sft_fsdp.py target.gpu_ranks=0,1 train.steps=50
-  python train.py my.yaml --run-dir runs/big      # again: resumes from its newest checkpoint
-  python train.py my.yaml --inspect               # samples by label, plan, memory, schedule; trains nothing
-  python train.py my.yaml --calibrate             # the fastest micro-batch on these GPUs, in two minutes
-
-With several entries in target.gpu_ranks it starts itself again under torchrun, one process for each; under torchrun it
-trains right away. Checkpoints, metrics.jsonl, config.yaml, outcome.json and the exported model go into the run folder,
-run.dir/NAME-DATE-TIME unless --run-dir says otherwise. Ctrl-C, SIGTERM and the file control/stop.json in that folder
-save a checkpoint and stop.
-
-\b
-Other commands, each with a --help of its own:
-{commands}
-
-Exit codes: 0 trained or stopped when asked, 1 failed, 2 a mistake in the config, the command or the data, 128+N ended
-by signal N.
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -108,7 +85,7 @@ def load_command(name: str) -> click.Command:
 
 def render_commands() -> str:
     """The other commands, one a line, for the help."""
-    return "\n".join(f"  python train.py {usage:<22} {gives}" for _, usage, gives in COMMANDS.values())
+    return "\n".join(f"  {TRAIN} {usage:<22} {does}" for _, usage, does in COMMANDS.values())
 
 
 @click.command(
@@ -118,24 +95,25 @@ def render_commands() -> str:
         inspect="interrupted; nothing was trained",
         calibrate="interrupted before the verdict; nothing was trained",
     ),
-    help=HELP.format(commands=render_commands()),
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    help=TRAINING.format(commands=render_commands()),
+    verbs=VERBS,
+    context_settings=CONTEXT,
 )
 @click.argument("config_path", metavar="CONFIG")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--fsdp-config", metavar="FILE", help="Options of FSDP from a YAML as `accelerate config` writes it.")
-@click.option("--as", "kind", metavar="KIND", help="What the file is, where its keys do not tell: config.")
+@click.option("--fsdp-config", metavar="FILE", help="Take the FSDP options from a file of `accelerate config`.")
+@click.option("--as", "kind", metavar="KIND", help="What the file is, if its keys do not show it: config.")
 @click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="The run folder, new or to continue.")
-@click.option("--inspect", is_flag=True, help="Show what would be trained on and how, and stop: no GPU, no run folder.")
-@click.option("--samples", type=click.IntRange(min=0), metavar="N", help="Rows that --inspect shows [3].")
+@click.option("--inspect", is_flag=True, help="Show what a run would train on, and how; then stop.")
+@click.option("--samples", type=click.IntRange(min=0), metavar="N", help="Rows that an inspection shows [3].")
 @click.option(
-    "--card-gib", type=float, metavar="N", help="Memory of the GPU that --inspect plans for [this one's, or 80]."
+    "--card-gib", type=float, metavar="N", help="GiB of GPU memory that an inspection plans for [this GPU's, or 80]."
 )
 @click.option(
-    "--calibrate", is_flag=True, help="Time micro-batch sizes here for at most two minutes, and name the best."
+    "--calibrate", is_flag=True, help="Time micro-batch sizes for at most two minutes, name the best, and stop."
 )
-@click.option("--json", "as_json", is_flag=True, help="--inspect or --calibrate as one JSON object.")
-@click.option("--debug", is_flag=True, help="Show stack traces.")
+@click.option("--json", "as_json", is_flag=True, help="Print the inspection or the calibration as one JSON object.")
+@click.option("--debug", is_flag=True, help="Show stack traces of errors.")
 def train_command(
     config_path: str,
     overrides: tuple[str, ...],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from trainer.commands.help import CONTEXT, Command
 from trainer.config.kinds.convert import Written, note_lines, render
 from trainer.config.kinds.dstack import from_dstack
 from trainer.config.kinds.recognise import DSTACK, SKYPILOT, expect, read_kind
@@ -15,18 +16,20 @@ from trainer.config.kinds.skypilot import from_skypilot
 from trainer.console import write_line
 from trainer.errors import ConfigError, UserError
 
-HELP = """Write a SkyPilot task or a dstack task as a task file, which `run` takes.
+HELP = """Convert a SkyPilot or dstack task into a task file.
 
-What has no counterpart here is named on stderr, and in comments, each with the reason. The file goes to the terminal,
-or to --out; one that is there is left alone, but for --force. What kind FILE is shows in its keys; --as decides where
-they do not.
+The task file is one that `run` takes. What has no counterpart here is named on stderr and in comments, each with the
+reason.
+
+The keys of FILE show which tool it is for; --as decides where they do not.
 
 \b
-  python train.py convert sky.yaml                      # look at it
-  python train.py convert sky.yaml -o torchferry.yaml
-  python deploy.py run torchferry.yaml --ssh HOST       # run it there
+Examples:
+  python train.py convert sky.yaml
+  python train.py convert sky.yaml --out torchferry.yaml
+  python deploy.py run torchferry.yaml --ssh gpu
 
-Exit codes: 0 written, 2 FILE is no such task, or --out is there already or cannot be written.
+Exit codes: 0 written; 2 FILE is not such a task, or --out exists already or cannot be written.
 """
 READERS = {SKYPILOT: from_skypilot, DSTACK: from_dstack}
 TOOLS = {SKYPILOT: "SkyPilot", DSTACK: "dstack"}
@@ -38,12 +41,12 @@ class ConvertError(UserError):
     exit_code = 2
 
 
-@click.command("convert", help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.command("convert", cls=Command, help=HELP, context_settings=CONTEXT)
 @click.argument("file", metavar="FILE")
-@click.option("--out", "-o", metavar="FILE", help="Where to; - is the terminal [-].")
-@click.option("--force", is_flag=True, help="Write over what is there.")
-@click.option("--as", "kind", metavar="KIND", help="What FILE is, where its keys do not tell: skypilot, dstack.")
-@click.option("--debug", is_flag=True, help="Show stack traces.")
+@click.option("--out", "-o", metavar="FILE", help="File to write; - prints it [-].")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+@click.option("--as", "kind", metavar="KIND", help="What FILE is, if its keys do not show it: skypilot, dstack.")
+@click.option("--debug", is_flag=True, help="Show stack traces of errors.")
 def convert(file: str, out: str | None, force: bool, kind: str | None, debug: bool) -> None:
     called = click.get_current_context().command_path.removesuffix(" convert")
     program = "python deploy.py" if called in ("convert", "train.py") else called

@@ -7,21 +7,25 @@ from pathlib import Path
 
 import click
 
+from trainer.commands.help import CONTEXT
 from trainer.commands.interruptible import interruptible
 from trainer.console import write_json, write_line
 
-HELP = """Write a checkpoint of RUN as a Hugging Face folder: safetensors, configs, tokenizer and template.
+HELP = """Write a run's checkpoint in Hugging Face format.
 
-Of a LoRA run the folder holds adapter/ in PEFT's format. RUN is a run folder, also one that was pulled home, or one of
-its checkpoints. It is read in this process, on the CPU, whatever number of ranks has saved it. The folder is reopened
-with transformers and its weights and logits are compared before it gets its name.
+RUN is a run folder, also a pulled one, or one of its checkpoints. The new folder holds safetensors, configs, tokenizer
+and chat template; of a LoRA run it holds adapter/ in PEFT's format.
+
+This process reads the checkpoint on the CPU, whatever number of ranks saved it. Before the folder gets its name,
+transformers opens it, and its weights and logits are compared.
 
 \b
-  python train.py export runs/big                               # the newest complete checkpoint
+Examples:
+  python train.py export runs/big
   python train.py export runs/big --step 400 --dtype bf16 --out model/
-  python train.py export runs/big --full-state all.pt           # weights and optimizer, for torch.load
+  python train.py export runs/big --full-state all.pt   # for torch.load
 
-Exit codes: 0 exported, 2 nothing to export or it cannot be read, 1 a failure of ours.
+Exit codes: 0 exported; 1 an error in this program; 2 nothing to export, or it cannot be read.
 """
 
 
@@ -29,22 +33,24 @@ Exit codes: 0 exported, 2 nothing to export or it cannot be read, 1 a failure of
     "export",
     cls=interruptible("interrupted; what was there is as it was"),
     help=HELP,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    context_settings=CONTEXT,
 )
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--step", metavar="N|PATH", help="Which checkpoint: its step or its folder [the newest complete one].")
-@click.option("--out", type=click.Path(path_type=Path), help="The folder to write [RUN/export_step_N].")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option("--step", metavar="N|PATH", help="The checkpoint: its step or its folder [the newest complete one].")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write [RUN/export_step_N].")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="Type of the weights [fp32].")
 @click.option(
     "--full-state",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write {model, optimizer, step, config} with whole tensors for torch.load; no folder then, unless --out.",
+    help="Write {model, optimizer, step, config} with whole tensors for torch.load; no folder without --out.",
 )
-@click.option("--merge", is_flag=True, help="Of a LoRA run also the model with the adapters added to its weights.")
-@click.option("--tokenizer", metavar="NAME", help="A tokenizer in place of the run's, whose folder may not be here.")
-@click.option("--json", "as_json", is_flag=True, help="Say what was written as one JSON object.")
-@click.option("--debug", is_flag=True, help="Show stack traces.")
+@click.option(
+    "--merge", is_flag=True, help="For a LoRA run: also write the model with the adapters added to its weights."
+)
+@click.option("--tokenizer", metavar="NAME", help="Use this tokenizer, not the run's, whose folder may not be here.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as one JSON object.")
+@click.option("--debug", is_flag=True, help="Show stack traces of errors.")
 def export(
     run: Path,
     step: str | None,

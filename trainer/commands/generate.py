@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainer.commands.help import CONTEXT
 from trainer.commands.interruptible import interruptible
 from trainer.console import printable, shown, write_json, write_line
 from trainer.errors import UserError
@@ -16,20 +17,20 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-HELP = """Have a trained model go on from PROMPT, on this machine.
+HELP = """Generate text with a trained model.
 
-MODEL is a run folder (its export, else its newest complete checkpoint), one that came home (results/ID, or the job's
-ID), an export, any Hugging Face folder or name, or an adapter, which finds its base by itself. PROMPT is the user's
-turn where the tokenizer has a chat template, else plain text to go on from; `-` is read from the terminal or a pipe.
+MODEL is a run folder (its export, else its newest complete checkpoint), pulled results (results/ID or the ID), an
+export, an adapter, or any Hugging Face folder or name. An adapter finds its base model by itself.
+
+PROMPT is the user's turn if the tokenizer has a chat template, else plain text to continue; `-` reads it from stdin.
+The most probable token is taken each time, so the answer is always the same; --temperature draws tokens.
 
 \b
+Examples:
   python train.py generate runs/big "What is a monad?"
-  python train.py generate runs/big --step 400 "What is a monad?" "And a functor?"
-  python train.py generate Qwen/Qwen2.5-0.5B-Instruct --adapter export/adapter "Hello" --json
+  python train.py generate runs/big --step 400 "A monad is" --temperature 0.7
 
-The most probable token is taken each time, so the answer is always the same; --temperature draws.
-
-Exit codes: 0 said, 2 no such model or it cannot be read, 1 a failure of ours.
+Exit codes: 0 generated; 1 an error in this program; 2 no such model, or it cannot be read.
 """
 
 
@@ -41,30 +42,38 @@ class PromptError(UserError):
     "generate",
     cls=interruptible("interrupted"),
     help=HELP,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    context_settings=CONTEXT,
 )
 @click.argument("model")
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
-@click.option("--max-tokens", type=click.IntRange(1, 100_000), default=200, show_default=True, metavar="N")
 @click.option(
-    "--temperature", type=click.FloatRange(0, 100), default=0.0, metavar="T", help="0: the most probable [0]."
+    "--max-tokens", type=click.IntRange(1, 100_000), default=200, metavar="N", help="Tokens to generate at most [200]."
 )
 @click.option(
-    "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, metavar="P", help="With a temperature."
+    "--temperature",
+    type=click.FloatRange(0, 100),
+    default=0.0,
+    metavar="T",
+    help="Draw tokens; 0: the most probable [0].",
 )
 @click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, metavar="N", help="Of what --temperature draws [0]."
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    metavar="P",
+    help="With --temperature: draw from the most probable tokens that add up to P [1].",
 )
-@click.option("--chat/--no-chat", default=None, help="The prompt is the user's turn [where there is a template].")
-@click.option("--system", metavar="TEXT", help="What stands before the user's turn.")
-@click.option("--step", metavar="N|PATH", help="Of a run: the checkpoint of this step, or this folder.")
-@click.option("--adapter", type=click.Path(path_type=Path, file_okay=False), help="A LoRA adapter to put over MODEL.")
-@click.option("--base", metavar="DIR", help="The model that an adapter is of, where it is not where the run had it.")
-@click.option("--tokenizer", metavar="NAME", help="A tokenizer in place of the model's own.")
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="[as it is stored]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("--debug", is_flag=True, help="Show stack traces.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, metavar="N", help="Seed for --temperature [0].")
+@click.option("--chat/--no-chat", default=None, help="Take the prompt as the user's turn [if there is a template].")
+@click.option("--system", metavar="TEXT", help="System message before the user's turn.")
+@click.option("--step", metavar="N|PATH", help="For a run: the checkpoint, by step or folder.")
+@click.option("--adapter", type=click.Path(path_type=Path, file_okay=False), help="LoRA adapter to put over MODEL.")
+@click.option("--base", metavar="DIR", help="Base model of the adapter, if it is not where the run had it.")
+@click.option("--tokenizer", metavar="NAME", help="Use this tokenizer, not the model's.")
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Device to run on [auto].")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Type of the weights [as stored].")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--debug", is_flag=True, help="Show stack traces of errors.")
 def generate(
     model: str,
     prompts: tuple[str, ...],

@@ -8,24 +8,27 @@ from pathlib import Path
 
 import click
 
+from trainer.commands.help import CONTEXT, Command
 from trainer.console import write_line
 from trainer.errors import UserError
 from trainer.schema.first_config import DATA, KINDS, MODEL, TEXT, TRAIN, as_yaml, look_at, render
 
-HELP = """Write a short, explained YAML file to begin with.
+HELP = """Write a short file to start from: lora, sft, pretrain or task.
 
-KIND is `lora` (small adapters on a model that stays as it is), `sft` (the whole model learns) or `pretrain` (plain
-text): a config of the trainer, written to KIND.yaml. Or it is `task`: how a program of your own runs, written to
-torchferry.yaml, which `run` takes by itself. --out names another file; `-` is the terminal. A file that is there is
-left alone.
+KIND is `lora` (small adapters over an unchanged model), `sft` (the whole model) or `pretrain` (plain text). The file is
+a config of the trainer, KIND.yaml.
+
+Or KIND is `task`. The file then describes how your own program runs: torchferry.yaml, which `run` takes without a name.
+An existing file is not changed.
 
 \b
+Examples:
   python train.py init lora --model Qwen/Qwen2.5-0.5B-Instruct --data my.jsonl
-  python train.py lora.yaml --inspect              # what would be trained on and how
-  python deploy.py lora.yaml --ssh HOST            # train there, and bring the adapter home
-  python train.py init task                        # then: python deploy.py run --ssh HOST
+  python train.py lora.yaml --inspect  # what it would train on, and how
+  python deploy.py lora.yaml --ssh gpu  # train there, pull the adapter
+  python train.py init task  # next: python deploy.py run --ssh gpu
 
-Exit codes: 0 written, 2 the file is there already or cannot be written.
+Exit codes: 0 written; 2 the file exists already or cannot be written.
 """
 
 TASK = """\
@@ -55,12 +58,12 @@ class InitError(UserError):
     exit_code = 2
 
 
-@click.command("init", help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.command("init", cls=Command, help=HELP, context_settings=CONTEXT)
 @click.argument("kind", type=click.Choice(EVERY_KIND))
-@click.option("--model", metavar="NAME", help=f"The model, a name or a folder [{MODEL}; pretrain: a small new one].")
-@click.option("--data", metavar="FILE", help=f"What it learns from [{DATA}; pretrain: {TEXT}].")
-@click.option("--out", "-o", metavar="FILE", help="Where to; - is the terminal [KIND.yaml].")
-@click.option("--debug", is_flag=True, help="Show stack traces.")
+@click.option("--model", metavar="NAME", help=f"The model: a name or a folder [{MODEL}; pretrain: a new one].")
+@click.option("--data", metavar="FILE", help=f"Training data [{DATA}; pretrain: {TEXT}].")
+@click.option("--out", "-o", metavar="FILE", help="File to write; - prints it [KIND.yaml; task: torchferry.yaml].")
+@click.option("--debug", is_flag=True, help="Show stack traces of errors.")
 def init(kind: str, model: str | None, data: str | None, out: str | None, debug: bool) -> None:
     usual = TASK_FILE if kind == "task" else f"{kind}.yaml"
     file = out or usual

@@ -7,16 +7,17 @@ import sys
 
 import click
 
+from trainer.commands.help import Command
 from trainer.console import write_line
 
 
-def interruptible(told: str, **by_option: str) -> type[click.Command]:
+def interruptible(told: str, **by_option: str) -> type[Command]:
     """A kind of command that ends with 130 after a Ctrl-C that nothing in it has heard; click would end with 1.
 
     Then it says `told`, or what `by_option` has for an option that was given; of several ranks the first alone.
     """
 
-    class Interruptible(click.Command):
+    class Interruptible(Command):
         def invoke(self, ctx: click.Context) -> object:
             try:
                 return super().invoke(ctx)

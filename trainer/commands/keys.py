@@ -9,32 +9,31 @@ import textwrap
 
 import click
 
+from trainer.commands.help import CONTEXT, Command
 from trainer.config.docs import KeyDoc, key_docs
 from trainer.console import write_json, write_line
 
 MOST_WIDTH = 110
 
-HELP = """Show the keys of a config: type, default, meaning, and what they are called elsewhere.
+HELP = """Show the keys of a config and what they mean.
 
-With WORDs, those keys that have one in their name, here or elsewhere; without any such, those that have one in their
-meaning.
+Each key is shown with its type, default, meaning and names in other tools. With WORD, the command shows the keys that
+have a WORD in one of these names. If there is none, it shows the keys that have one in their meaning.
 
 \b
-  python train.py keys                    every key
-  python train.py keys lora.              one section
-  python train.py keys max_steps          what other tools call train.steps
+Examples:
+  python train.py keys lora.              # one section
+  python train.py keys max_steps          # another tool's name of train.steps
   python train.py keys checkpoint --json
 
-Exit codes: 0 shown, 2 no key has such a word.
+Exit codes: 0 shown; 2 no key has such a word.
 """
 
 
-@click.command(
-    "keys", help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MOST_WIDTH}
-)
+@click.command("keys", cls=Command, help=HELP, context_settings=CONTEXT)
 @click.argument("words", nargs=-1, metavar="[WORD]...")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
-@click.option("--debug", is_flag=True, help="Show stack traces.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+@click.option("--debug", is_flag=True, help="Show stack traces of errors.")
 def keys(words: tuple[str, ...], as_json: bool, debug: bool) -> None:
     docs = key_docs()
     found = matching(docs, words)

@@ -7,22 +7,24 @@ from pathlib import Path
 
 import click
 
+from trainer.commands.help import CONTEXT
 from trainer.commands.interruptible import interruptible
 from trainer.console import write_json, write_line
 
-HELP = """Tokenize the documents of every SOURCE, in order, into one token file for pretraining.
+HELP = """Write text as a token file for pretraining.
 
-SOURCE is a .txt or .md file or a folder of them (one document each), a .jsonl, .json or .parquet file or a Hugging Face
-data set with a column `text` (one document a row), or builtin:stdlib-docs. The tokenizer's end-of-text token follows
-each document. Text that looks like a special token stays text.
+SOURCE is a .txt or .md file, or a folder of them: one document each. A .jsonl, .json or .parquet file or a Hugging Face
+data set gives one document for each row, from its column `text`. builtin:stdlib-docs is also a source.
+
+The documents of all sources go into one file in order, each followed by the tokenizer's end-of-text token. Text that
+looks like a special token stays text. Train on the file with recipe=pretrain data.train=corpus.tokens.
 
 \b
-  python train.py tokenize notes/ more.jsonl --tokenizer Qwen/Qwen3-0.6B --out corpus.tokens
-  python train.py tokenize builtin:stdlib-docs --tokenizer builtin:bytes --out docs.tokens --workers 4
+Examples:
+  python train.py tokenize notes/ -t Qwen/Qwen3-0.6B -o corpus.tokens
+  python train.py tokenize builtin:stdlib-docs -t builtin:bytes -o docs.tokens
 
-Then data.train=corpus.tokens with recipe=pretrain.
-
-Exit codes: 0 written, 2 a source or the tokenizer cannot be used, 1 a failure of ours.
+Exit codes: 0 written; 1 an error in this program; 2 a source or the tokenizer cannot be used.
 """
 
 
@@ -30,22 +32,22 @@ Exit codes: 0 written, 2 a source or the tokenizer cannot be used, 1 a failure o
     "tokenize",
     cls=interruptible("interrupted; no token file was written"),
     help=HELP,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    context_settings=CONTEXT,
 )
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.option(
     "--tokenizer", "-t", required=True, metavar="NAME", help="A Hugging Face name, a folder, or builtin:bytes."
 )
 @click.option("--out", "-o", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The token file.")
-@click.option("--split", default="train", show_default=True, help="Which split of a Hugging Face data set.")
+@click.option("--split", default="train", help="Split of a Hugging Face data set [train].")
 @click.option(
     "--workers",
     type=click.IntRange(min=0),
     default=0,
-    help="Processes that tokenize; 0 [default]: threads of this one.",
+    help="Processes that tokenize; 0: threads of this one [0].",
 )
-@click.option("--json", "as_json", is_flag=True, help="Say what was written as one JSON object.")
-@click.option("--debug", is_flag=True, help="Show stack traces.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as one JSON object.")
+@click.option("--debug", is_flag=True, help="Show stack traces of errors.")
 def tokenize(
     sources: tuple[str, ...], tokenizer: str, out: Path, split: str, workers: int, as_json: bool, debug: bool
 ) -> None:

@@ -20,15 +20,16 @@ WORD = "_TORCHFERRY_WORD"
 def completion(shell: str) -> None:
     """Print the script that completes this command in your shell.
 
-    It completes commands, options, ids of jobs, hosts, config files and keys, for torchferry and for ./deploy.py, and
-    asks no host. Install it once, by the line for your shell, and open a new shell:
+    It completes commands, options, IDs of jobs, hosts, config files and keys, for torchferry and for ./deploy.py. No
+    host is asked. Run the line for your shell once, and open a new shell.
+
+    The script contains the path of this installation. Print it again when that path has changed.
 
     \b
+    Examples:
       deploy.py completion bash >> ~/.bashrc
       deploy.py completion zsh >> ~/.zshrc
       deploy.py completion fish > ~/.config/fish/conf.d/torchferry.fish
-
-    The script names this installation by its path: print it again when that has moved.
     """
     from deployer.commands.complete.scripts import script_of
 

@@ -26,13 +26,12 @@ from deployer.errors import UsageError
 if TYPE_CHECKING:
     from deployer.connection.host import Host
 
-BARE = click.option("--bare", is_flag=True, help="Without the job's environment.")
+BARE = click.option("--bare", is_flag=True, help="Run without the job's environment.")
 
 
 @click.command(
     "exec",
     cls=WithProgram,
-    short_help="Run a command on a job's host, in its code folder.",
     context_settings={**CONTEXT, "ignore_unknown_options": True},
 )
 @click.argument("job_id", metavar="[ID]", required=False)
@@ -41,14 +40,19 @@ BARE = click.option("--bare", is_flag=True, help="Without the job's environment.
 @BARE
 @JSON
 def execute(job_id: str | None, words: tuple[str, ...], bare: bool, as_json: bool, **place: Any) -> None:
-    """Run a command on a job's host, in the job's code folder: exec ID -- cmd…, or exec --ssh HOST -- cmd…
+    """Run a command on a job's host, in the job's code folder.
 
-    It has the job's environment: its interpreter as `python`, its GPUs, its --env values, and the job's folder in
-    $TORCHFERRY_RUN_DIR. Secrets of the job come from this shell, as far as they are set here: they are kept nowhere.
-    The command is no part of the job: a stop leaves it alone.
+    The command has the job's environment: its interpreter as `python`, its GPUs, its --env values and
+    $TORCHFERRY_RUN_DIR, the run folder. The job's secrets are stored nowhere: they come from this shell if it has them.
+    The command is not part of the job, so `stop` does not end it.
 
-    With a host and no ID it runs in the home folder there; without both beside the job that was launched last from
-    here.
+    With --ssh and no ID, the command runs in the home folder on that host. With neither, it runs beside the newest job
+    launched from this client.
+
+    \b
+    Examples:
+      deploy.py exec ID -- nvidia-smi
+      deploy.py exec --ssh gpu -- df -h
     """
     from deployer.commands.host import exec as command
 
@@ -68,8 +72,13 @@ def execute(job_id: str | None, words: tuple[str, ...], bare: bool, as_json: boo
 def shell(job_id: str | None, bare: bool, **place: Any) -> None:
     """Open a shell on a job's host, in the job's code folder.
 
-    It has the job's environment, as a command of exec has. With a host and no ID it opens in the home folder there;
-    without both beside the job that was launched last from here.
+    The shell has the job's environment, as with `exec`. With --ssh and no ID, it opens in the home folder on that host.
+    With neither, it opens beside the newest job launched from this client.
+
+    \b
+    Examples:
+      deploy.py shell ID
+      deploy.py shell --ssh gpu
     """
     from deployer.commands.host import exec as command
 
@@ -93,17 +102,19 @@ def _find_place(job_id: str | None, **place: Any) -> tuple[Host, str | None, tup
 @GIVE_UP
 @JSON
 def tunnel(job_id: str, ports: str | None, give_up_s: float, as_json: bool, **place: Any) -> None:
-    """Reach a port of a job's host from here, until Ctrl-C.
+    """Forward a port of this machine to a job's host, until Ctrl-C.
+
+    PORT 9000:8888 forwards port 9000 here to port 8888 there; 0:8888 takes any free port here. Without ID, the
+    command takes the newest job launched from this client; with --ssh it needs no job.
+
+    The tunnel listens on 127.0.0.1 only and ends at 127.0.0.1 on the host. It takes many connections at once and
+    reconnects when the network breaks. The SSH server need not allow port forwarding. --json prints one line with the
+    ports once the tunnel is up.
 
     \b
-      deploy.py tunnel ID 8888          127.0.0.1:8888 here is 127.0.0.1:8888 on the job's host
-      deploy.py tunnel ID 9000:8888     9000 here, 8888 there
-      deploy.py tunnel ID 0:8888        any free port here
-      deploy.py tunnel 8888             of the job that was launched last from here
-      deploy.py tunnel --ssh HOST 8888  without a job
-
-    It listens on the loopback interface alone, takes many connections at once, and connects again when the network
-    breaks. The SSH server need not allow port forwarding. --json prints one line with the ports once it is up.
+    Examples:
+      deploy.py tunnel ID 8888
+      deploy.py tunnel --ssh gpu 9000:8888
     """
     from deployer.commands.host import tunnel as command
 
@@ -118,9 +129,15 @@ def tunnel(job_id: str, ports: str | None, give_up_s: float, as_json: bool, **pl
 @at_a_place
 @JSON
 def doctor(as_json: bool, **place: Any) -> None:
-    """Check a host, or this machine, and say what to do.
+    """Check that a host, or this machine, can run jobs.
 
-    Python, torch, GPUs, disk, limits, environment; each with what to do.
+    The checks cover Python, torch, GPUs, disk, limits and the environment. Each finding comes with what to do. Without
+    --ssh the command checks this machine.
+
+    \b
+    Examples:
+      deploy.py doctor --ssh gpu
+      deploy.py doctor --json
     """
     from deployer.commands.host import doctor as command
 
@@ -131,9 +148,14 @@ def doctor(as_json: bool, **place: Any) -> None:
 @at_a_place
 @JSON
 def gpus(as_json: bool, **place: Any) -> None:
-    """Show a host's GPUs and who holds, uses and waits for them.
+    """Show a host's GPUs and who holds, uses or waits for them.
 
-    Without --ssh this machine's.
+    Without --ssh the command shows this machine's GPUs.
+
+    \b
+    Examples:
+      deploy.py gpus
+      deploy.py gpus --ssh gpu --json
     """
     from deployer.commands.host import gpus as command
 
@@ -142,10 +164,27 @@ def gpus(as_json: bool, **place: Any) -> None:
 
 @click.command(cls=HostCommand, context_settings=CONTEXT)
 @at_a_place
-@click.option("--older-than", "older_than_s", type=parse_duration, metavar="30d", help="Also jobs that ended before.")
-@click.option("--max-size", "max_bytes", type=parse_size, metavar="SIZE", help="Also the oldest jobs, down to this.")
-@click.option("--keep-jobs", type=click.IntRange(min=0), metavar="N", help="Also ended jobs, but not the newest N.")
-@click.option("--dry-run", is_flag=True, help="Only show what would go.")
+@click.option(
+    "--older-than",
+    "older_than_s",
+    type=parse_duration,
+    metavar="30d",
+    help="Also remove jobs that ended longer ago than this.",
+)
+@click.option(
+    "--max-size",
+    "max_bytes",
+    type=parse_size,
+    metavar="SIZE",
+    help="Remove oldest ended jobs until the rest fits in SIZE.",
+)
+@click.option(
+    "--keep-jobs",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Keep the newest N ended jobs; alone: remove the others.",
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @JSON
 def gc(
@@ -159,10 +198,15 @@ def gc(
 ) -> None:
     """Remove from a host what no job needs any more.
 
-    That is old files, data sets, environments, agents and leftovers.
-    Jobs go only when a limit is given, and only ended ones: --older-than those that ended before, --max-size the
-    oldest until all takes no more, and of these never the newest --keep-jobs. Results that were not pulled go with
-    them. What another job began from, or still needs, stays.
+    These are old files, data sets, environments, agents and leftovers. Without --ssh the command cleans this machine.
+
+    Ended jobs are removed only with a limit: --older-than, --max-size or --keep-jobs. Their results are lost if you did
+    not pull them. What another job started from or still needs stays.
+
+    \b
+    Examples:
+      deploy.py gc --ssh gpu --dry-run
+      deploy.py gc --ssh gpu --older-than 30d --keep-jobs 5
     """
     from deployer.commands.host import gc as command
 

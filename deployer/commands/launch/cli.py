@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 DEFAULT_FILES = ("torchferry.yaml", "torchferry.yml")
 """What is run where the command line names nothing."""
+DRY_RUN = "Show what would run, and start nothing. =remote also asks the host."
 
 
 def with_launch(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,22 +48,23 @@ def with_launch(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         SSH.option(),
         with_access,
-        click.option(
-            "--fsdp-config", metavar="FILE", help="Options of FSDP from a YAML as `accelerate config` writes it."
-        ),
+        click.option("--fsdp-config", metavar="FILE", help="Take the FSDP options from a file of `accelerate config`."),
         with_keys(JOB),
         click.option(
-            "--include", multiple=True, metavar="PATH", help="Ship an ignored data set or model, once, by hash."
+            "--include",
+            multiple=True,
+            metavar="PATH",
+            help="Also send this ignored data set or model, once, by its hash. Repeatable.",
         ),
-        click.option("--requirements", metavar="FILE", help="What the job's Python must have; none: whatever it has."),
-        click.option("--wheels", metavar="DIR", help="Ship wheels for a host without internet."),
         click.option(
-            "--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help="Show what would run."
+            "--requirements", metavar="FILE", help="Packages that the job's Python must have; none: require nothing."
         ),
+        click.option("--wheels", metavar="DIR", help="Send the wheels in this folder, for a host without internet."),
+        click.option("--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help=DRY_RUN),
         with_results,
         with_limits(),
         GIVE_UP,
-        click.option("--yes", is_flag=True, help="Ship a surprisingly large tree or a home folder without asking."),
+        click.option("--yes", is_flag=True, help="Send a very large tree or a home folder without asking."),
         JSON,
     )
     for option in reversed(options):
@@ -73,21 +75,24 @@ def with_launch(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(cls=WithProgram, context_settings=CONTEXT)
 @click.argument("config", required=False)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--as", "kind", metavar="KIND", help="What the file is, where its keys do not tell: config, task.")
+@click.option("--as", "kind", metavar="KIND", help="What the file is, if its keys do not show it: config, task.")
 @click.option("--torchrun", is_flag=True, help="Start the program after -- under torchrun.")
 @with_launch
 def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     """Run a config, a task file, or any program after --.
 
-    \b
-      deploy.py CONFIG [a.b=c …]              the trainer with this config
-      deploy.py run task.yaml                 a program, as a file says; without a name torchferry.yaml
-      deploy.py run -- python my_train.py …   a program of your own
-      deploy.py run --torchrun --gpus 0,1 -- my_train.py …
+    CONFIG is a config of the trainer or a task file; KEY=VALUE overrides a key of the config. Without CONFIG and
+    program, the command runs torchferry.yaml of this folder.
 
-    A program of your own runs in a copy of this folder, and $TORCHFERRY_RUN_DIR names the job's folder. What it writes
-    there comes home: metrics.jsonl and export/, and checkpoints/ on request (`pull`). With --out PATH what it writes to
-    PATH in its copy comes home too, to results/ID/code/PATH; a line names what stays.
+    A program runs in a copy of this folder, and $TORCHFERRY_RUN_DIR names its run folder. From there metrics.jsonl and
+    export/ are pulled at the end, and checkpoints/ with `pull`. --out PATH pulls PATH of the copy to
+    results/ID/code/PATH. At the end a line names what stays on the host.
+
+    \b
+    Examples:
+      deploy.py run lora.yaml --ssh gpu train.steps=500
+      deploy.py run --ssh gpu --out plots -- python my_train.py --lr 1e-4
+      deploy.py run --ssh gpu --torchrun --gpus 0,1 -- my_train.py
     """
     meta, named = click.get_current_context().meta, config
     program = meta["program"]
@@ -140,14 +145,14 @@ def with_config(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that a config is made of, and those of a launch."""
     options = (
         click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
-        click.option("--model", metavar="NAME|DIR", help="The model: a Hugging Face name, or a folder."),
+        click.option("--model", metavar="NAME|DIR", help="The model: a Hugging Face name or a folder."),
         click.option(
             "--data",
             multiple=True,
             metavar="FILE",
-            help="What it learns from: a file, or a data set's name. Repeatable.",
+            help="Training data: a file or the name of a data set. Repeatable.",
         ),
-        click.option("--write", "-o", metavar="FILE", help="Keep the config as this file, too."),
+        click.option("--write", "-o", metavar="FILE", help="Also write the config to this file."),
         click.option("--print", "prints", is_flag=True, help="Print the config and do nothing else."),
         with_launch,
     )
@@ -157,18 +162,19 @@ def with_config(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command(cls=WithKeys, context_settings=CONTEXT)
-@click.option("--lora", is_flag=True, help="Small adapters, over a model that stays as it is.")
+@click.option("--lora", is_flag=True, help="Train small adapters; the model itself stays unchanged.")
 @with_config
 def sft(lora: bool, **options: Any) -> None:
     """Fine-tune a model on conversations, without a config file.
 
-    \b
-      deploy.py sft --model Qwen/Qwen2.5-0.5B-Instruct --data my.jsonl --lora --ssh gpu
-      deploy.py sft --model models/mine --data my.jsonl --device cpu train.steps=50
+    The config is the one that `init` writes, with your options in it; KEY=VALUE sets any key. It is shown and then runs
+    as with `run CONFIG`, on this machine unless --ssh names a host. The model's folder and the data are sent, even if
+    git ignores them.
 
-    The config is the one that `init` writes, with these options in it. It is shown, and run as `run CONFIG` runs one,
-    with all the options of that; without --ssh on this machine. Every key can be set: KEY=VALUE. A model's folder and
-    the data travel, ignored by git or not.
+    \b
+    Examples:
+      deploy.py sft --model Qwen/Qwen2.5-0.5B-Instruct --data my.jsonl --lora
+      deploy.py sft --model models/mine --data my.jsonl --ssh gpu train.steps=50
     """
     _run_made("lora" if lora else "sft", **options)
 
@@ -178,11 +184,13 @@ def sft(lora: bool, **options: Any) -> None:
 def pretrain(**options: Any) -> None:
     """Train a language model on plain text, without a config file.
 
-    \b
-      deploy.py pretrain --data docs/ --ssh gpu                  a small new model
-      deploy.py pretrain --data docs/ --model Qwen/Qwen2.5-0.5B --ssh gpu
+    Without --model it trains a small new model. As with `sft`, the config is shown and then runs, on this machine
+    unless --ssh names a host.
 
-    Else as `sft`: the config is shown, and run.
+    \b
+    Examples:
+      deploy.py pretrain --data docs/ --ssh gpu
+      deploy.py pretrain --data docs/ --model Qwen/Qwen2.5-0.5B --ssh gpu
     """
     _run_made("pretrain", **options)
 
@@ -230,15 +238,17 @@ def _check_no_program(config: str, overrides: tuple[str, ...]) -> None:
 @GIVE_UP
 @JSON
 def resume(job_id: str | None, overrides: tuple[str, ...], give_up_s: float, **options: Any) -> None:
-    """Start a job that has ended again, from its newest checkpoint.
+    """Start an ended job again from its newest checkpoint.
 
-    Same id, same code, from its newest complete checkpoint; a program of your own as it is. Without ID the job that was
-    launched last from here.
+    Use it after a failure, a stop or a reboot. The job keeps its ID and its code. The trainer continues from the
+    newest complete checkpoint; your own program starts as it is. Without ID, the command takes the newest job launched
+    from this client.
 
     \b
-      deploy.py resume ID                     after a failure, a stop, a reboot
-      deploy.py resume ID train.steps=4000    go on after its end
-      deploy.py resume ID --gpus 0,1          on other GPUs
+    Examples:
+      deploy.py resume ID                     # after a failure or a stop
+      deploy.py resume ID train.steps=4000    # continue after its end
+      deploy.py resume ID --gpus 0,1          # on other GPUs
     """
     place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
     ways = {name: options.pop(name) for name in ("detach", "as_json", "notify")}
@@ -265,25 +275,28 @@ def resume(job_id: str | None, overrides: tuple[str, ...], give_up_s: float, **o
 @click.argument("job_id", metavar="ID")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @at_a_place
-@click.option("--with-changes", is_flag=True, help="From this folder as it is now, not from the files it had.")
+@click.option("--with-changes", is_flag=True, help="Use this folder as it is now, not the files that the job had.")
 @with_keys([row for row in JOB if row is not ROOT])
-@click.option("--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help="Show what would run.")
+@click.option("--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help=DRY_RUN)
 @with_results
 @with_limits()
 @GIVE_UP
-@click.option("--yes", is_flag=True, help="Ship a surprisingly large tree without asking, with --with-changes.")
+@click.option("--yes", is_flag=True, help="With --with-changes: send a very large tree without asking.")
 @JSON
 def repeat(job_id: str, overrides: tuple[str, ...], with_changes: bool, give_up_s: float, **options: Any) -> None:
-    """Launch a job again as a new one, in whatever state it is.
+    """Launch a job again as a new job, whatever its state.
+
+    The new job has the same files, words and options on the same host; words given here change them. Nothing is sent,
+    because the host has the files. With --with-changes it uses this folder as it is now, and --ssh may name another
+    host.
+
+    Secrets come from this shell, --env values from the host. The command does not repeat --after, --notify and what a
+    later resume changed, except --env values.
 
     \b
-      deploy.py repeat ID                            the same files, words and options, on the same host
-      deploy.py repeat ID train.steps=200 --gpus 2   with other settings
-      deploy.py repeat ID --with-changes             this folder as it is now, by the same words
-
-    Without --with-changes nothing is sent: its host has the files. What a resume changed later is not repeated, but for
-    values of --env. Nor are --after and --notify. Secrets are taken from this shell again, --env values from the host.
-    Another host, by --ssh, needs --with-changes.
+    Examples:
+      deploy.py repeat ID train.steps=200 --gpus 2
+      deploy.py repeat ID --with-changes --ssh gpu2
     """
     context = click.get_current_context()
     if context.meta["program"]:
@@ -350,15 +363,26 @@ def _run_anew(record: JobRecord | None, words: list[str], place: dict[str, Any])
 @click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_ids", metavar="ID...", nargs=-1)
 @at_a_place
-@click.option("--all", "every", is_flag=True, help="Every job that has not ended, of --ssh or of all known hosts.")
-@click.option("--grace", "grace_s", type=Seconds(min=0), metavar="S", help="Seconds to save in [120].")
-@click.option("--force", is_flag=True, help="Kill at once; what is not saved is lost.")
+@click.option("--all", "every", is_flag=True, help="Stop every job that has not ended, on --ssh or on all known hosts.")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=Seconds(min=0),
+    metavar="S",
+    help="Seconds the job gets to save before it is killed [120].",
+)
+@click.option("--force", is_flag=True, help="Kill at once; unsaved work is lost.")
 @click.option("--yes", is_flag=True, help="With --all: do not ask.")
 @JSON
 def stop(job_ids: tuple[str, ...], every: bool, yes: bool, **options: Any) -> None:
-    """Stop jobs; first they are asked to save.
+    """Stop jobs after giving them time to save.
 
-    Then they get time, every process of them is ended, and the GPUs are looked at: are they free?
+    Ranks get --grace seconds to save. Then Torchferry kills every process of the job and checks that the GPUs are free.
+
+    \b
+    Examples:
+      deploy.py stop ID --grace 300
+      deploy.py stop --all --ssh gpu --yes
     """
     from deployer.commands.launch import stop as command
 

@@ -28,10 +28,14 @@ from deployer.commands.options import (
 from deployer.commands.values import Seconds, parse_duration, parse_path, parse_since, parse_size
 from deployer.errors import UsageError
 
+EVERY = click.option(
+    "--every", "every_s", type=parse_duration, default="10s", metavar="10s", help="Time between two pulls [10s]."
+)
+
 
 @click.command(cls=HostCommand, context_settings=CONTEXT)
 @at_a_place
-@click.option("--all", "show_all", is_flag=True, help="Ended jobs too (the last 20 otherwise).")
+@click.option("--all", "show_all", is_flag=True, help="Show all ended jobs, not only the last 20.")
 @click.option(
     "-w",
     "--watch",
@@ -40,11 +44,17 @@ from deployer.errors import UsageError
     flag_value=2.0,
     type=Seconds(min=0.2),
     metavar="[S]",
-    help="Draw the table anew every S seconds [2].",
+    help="Draw the table again every S seconds [2].",
 )
 @JSON
 def ps(show_all: bool, every_s: float | None, as_json: bool, **place: Any) -> None:
-    """List the jobs of all hosts used from here, or of one."""
+    """List the jobs on all hosts used from this client, or on one.
+
+    \b
+    Examples:
+      deploy.py ps --watch 5
+      deploy.py ps --ssh gpu --all
+    """
     from deployer.commands.look import ps as command
 
     if every_s is None:
@@ -60,9 +70,14 @@ def ps(show_all: bool, every_s: float | None, as_json: bool, **place: Any) -> No
 @at_a_place
 @JSON
 def status(job_id: str | None, as_json: bool, **place: Any) -> None:
-    """Show one job: its true state, metrics, what to do next.
+    """Show one job: its state, its metrics and what to do next.
 
-    Without ID the job that was launched last from here.
+    Without ID, the command takes the newest job launched from this client.
+
+    \b
+    Examples:
+      deploy.py status
+      deploy.py status ID --json
     """
     from deployer.commands.look import status as command
 
@@ -75,10 +90,17 @@ def status(job_id: str | None, as_json: bool, **place: Any) -> None:
 @at_a_place
 @JSON
 def top(job_id: str | None, as_json: bool, **place: Any) -> None:
-    """Watch a job live: GPUs, loss and speed, the end of its log.
+    """Watch a job live: GPUs, loss, speed and the end of its log.
 
-    Without ID the job that was launched last from here. The arrow keys, or j and k, go to the other jobs, s stops a
-    job, f fetches its results as pull does, q leaves. With --json one look, for a script.
+    Without ID, the command takes the newest job launched from this client.
+
+    Keys: the arrow keys or j and k change to another job, s stops the job, f pulls its results, q quits. With --json
+    the command prints the current state once, for a script.
+
+    \b
+    Examples:
+      deploy.py top
+      deploy.py top ID --json
     """
     host, record = find_host(job_id, **place)
     from deployer.commands.top import show as command
@@ -94,22 +116,31 @@ def top(job_id: str | None, as_json: bool, **place: Any) -> None:
 @click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_id", metavar="[ID]", required=False)
 @at_a_place
-@click.option("-f", "--follow/--no-follow", "follow", default=None, help="Go on until the job ends [when it runs].")
-@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin at the last N lines of each rank.")
-@click.option("--since", type=parse_since, metavar="10m|TIME", help="Begin where the log stood then, to the second.")
-@click.option("--grep", metavar="RE", help="Only lines that match, chosen on the host (after --tail and --since).")
-@click.option("--role", metavar="NAME", help="Only this role's processes.")
-@click.option("--node", type=click.IntRange(min=0), metavar="N", help="Only this node's processes.")
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only this rank.")
-@click.option("--attempt", type=click.IntRange(min=1), metavar="A", help="Only this attempt [from the latest on].")
-@click.option("--raw", is_flag=True, help="One rank's bytes, unchanged for a file or a pipe.")
-@click.option("--launcher", is_flag=True, help="Show torchrun's own words too.")
+@click.option("-f", "--follow/--no-follow", "follow", default=None, help="Follow until the job ends [if it runs].")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Start at the last N lines of each rank.")
+@click.option(
+    "--since", type=parse_since, metavar="10m|TIME", help="Start this long ago or at this time, to the second."
+)
+@click.option("--grep", metavar="RE", help="Show matching lines only; the host applies it after --tail and --since.")
+@click.option("--role", metavar="NAME", help="Show only the processes of this role.")
+@click.option("--node", type=click.IntRange(min=0), metavar="N", help="Show only the processes of this node.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Show only this rank.")
+@click.option(
+    "--attempt", type=click.IntRange(min=1), metavar="A", help="Show only this attempt [the latest and later ones]."
+)
+@click.option("--raw", is_flag=True, help="Print one rank's bytes unchanged, for a file or a pipe.")
+@click.option("--launcher", is_flag=True, help="Also show torchrun's own messages.")
 @GIVE_UP
 @JSON
 def logs(job_id: str | None, give_up_s: float, **options: Any) -> None:
-    """Show a job's log, and follow it while it runs.
+    """Show a job's log, and follow it while the job runs.
 
-    Without ID of the job that was launched last from here.
+    Without ID, the command takes the newest job launched from this client.
+
+    \b
+    Examples:
+      deploy.py logs ID --follow --tail 50
+      deploy.py logs ID --since 10m --grep 'loss|error'
     """
     from deployer.commands.look import logs as command
 
@@ -122,18 +153,25 @@ def logs(job_id: str | None, give_up_s: float, **options: Any) -> None:
 @click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("runs", metavar="[ID|PATH]...", nargs=-1)
 @at_a_place
-@click.option("--key", "keys", multiple=True, metavar="NAME", help="What to draw; several in turn [loss, eval_loss].")
-@click.option("--x", "along", type=click.Choice(("step", "time", "tokens")), default="step", help="Along what [step].")
+@click.option("--key", "keys", multiple=True, metavar="NAME", help="Metric to draw. Repeatable [loss, eval_loss].")
+@click.option("--x", "along", type=click.Choice(("step", "time", "tokens")), default="step", help="The x axis [step].")
 @click.option("--smooth", type=click.IntRange(min=1), default=1, metavar="N", help="Draw the mean of N values [1].")
-@click.option("--png", metavar="FILE", help="Write a picture instead; needs matplotlib (torchferry[plot]).")
-@click.option("--html", metavar="FILE", help="Write one HTML file instead, which needs nothing else.")
+@click.option("--png", metavar="FILE", help="Write a PNG file instead; needs matplotlib (torchferry[plot]).")
+@click.option("--html", metavar="FILE", help="Write one HTML file instead; it needs no other file.")
 @JSON
 def plot(runs: tuple[str, ...], **options: Any) -> None:
-    """Draw the metrics of runs: jobs of any hosts, and folders here.
+    """Draw the metrics of runs: jobs on any host, or folders here.
 
-    Without ID those of the job that was launched last from here. A job that has ended and is home is read there,
-    else its host is asked, and where that cannot be asked what is home is drawn. PATH is the folder of a run, as
-    train.py makes it, or a metrics.jsonl.
+    PATH is a run folder as train.py makes it, or a metrics.jsonl file. Without ID or PATH, the command takes the newest
+    job launched from this client.
+
+    For an ended job whose results were pulled, the command reads those. For any other job it asks the host. If the
+    host cannot be asked, it draws what was pulled.
+
+    \b
+    Examples:
+      deploy.py plot ID1 ID2 --key eval_loss --smooth 20
+      deploy.py plot runs/big --png curves.png
     """
     from deployer.commands.look import plot as command
 
@@ -144,15 +182,21 @@ def plot(runs: tuple[str, ...], **options: Any) -> None:
 @click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("run", metavar="[ID|PATH]", required=False)
 @at_a_place
-@click.option("-o", "--output", metavar="FILE", help="Where to write it [report-ID.html].")
+@click.option("-o", "--output", metavar="FILE", help="File to write [report-ID.html].")
 @JSON
 def report(run: str | None, output: str | None, as_json: bool, **place: Any) -> None:
-    """Write all that is known of a run into one HTML file.
+    """Write all that is known about a run to one HTML file.
 
-    Without ID of the job that was launched last from here.
-    Its verdict and causes, curves, samples, config, attempts, environment, where a step goes, and how to do it again.
-    The file loads nothing from elsewhere. A job that runs is told as it is now; of one whose host cannot be asked
-    what is home. PATH is the folder of a run, as train.py makes it.
+    The file has the verdict and causes, curves, samples, config, attempts, environment, the time of each part of a
+    step, and the commands to run it again. It loads nothing from elsewhere.
+
+    PATH is a run folder as train.py makes it. Without ID or PATH, the command takes the newest job launched from this
+    client. A running job is shown as it is now. If its host cannot be asked, the file has what was pulled.
+
+    \b
+    Examples:
+      deploy.py report ID
+      deploy.py report runs/big --output big.html
     """
     from deployer.commands.look import report as command
 
@@ -163,12 +207,12 @@ def report(run: str | None, output: str | None, as_json: bool, **place: Any) -> 
 @click.argument("job_id", metavar="[ID]", required=False)
 @click.argument("paths", metavar="[PATH]...", nargs=-1)
 @at_a_place
-@click.option("--checkpoints", is_flag=True, help="Every complete checkpoint too.")
-@click.option("--checkpoint", metavar="STEP|latest", help="This checkpoint too.")
-@click.option("--pull-max", metavar="SIZE", help=f"Limit of the whole; 0: none [{PULL_MAX}; with PATH none].")
+@click.option("--checkpoints", is_flag=True, help="Also pull every complete checkpoint.")
+@click.option("--checkpoint", metavar="STEP|latest", help="Also pull this checkpoint.")
+@click.option("--pull-max", metavar="SIZE", help=f"Size limit of the pull; 0: none [{PULL_MAX}; with PATH none].")
 @click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
-@click.option("--watch", is_flag=True, help="Bring what is new again and again, until the job has ended.")
-@click.option("--every", "every_s", type=parse_duration, default="10s", metavar="10s", help="How often, with --watch.")
+@click.option("--watch", is_flag=True, help="Pull new files repeatedly until the job has ended.")
+@EVERY
 @click.option("--streams", type=click.IntRange(1, 16), metavar="N", help="Connections [4 for more than 32 MB].")
 @JSON
 def pull(
@@ -184,16 +228,20 @@ def pull(
     as_json: bool,
     **place: Any,
 ) -> None:
-    """Bring a job's results home, or what PATH names.
+    """Copy a job's results, or what PATH names, to this machine.
 
-    Without ID those of the job that was launched last from here; before a PATH the ID must stand.
-    Results are metrics, logs, the exported model, and what --out named.
-    A pull that was broken off goes on where it stopped, every byte is compared with the host's by its hash, and a
-    checkpoint appears whole or not at all.
+    Results are metrics, logs, the exported model and what --out named. An interrupted pull continues where it stopped.
+    Every byte is compared with the host's by hash, and a checkpoint appears whole or not at all. Without ID, the
+    command takes the newest job launched from this client.
 
-    PATH is a file or folder that a job wrote into its folder ($TORCHFERRY_RUN_DIR) or its copy of the project. It lands
-    as it lies there: results/ID/PATH, of the project results/ID/code/PATH. Nothing of your own folder is written over.
-    In quotes it may be a pattern: 'plots/*.png', '**/*.pt'.
+    PATH comes after an ID. It is a file, a folder or a quoted pattern below the job's run folder ($TORCHFERRY_RUN_DIR)
+    or its copy of the project. It goes to results/ID/PATH or results/ID/code/PATH; your project's files are never
+    overwritten.
+
+    \b
+    Examples:
+      deploy.py pull ID --checkpoint latest
+      deploy.py pull ID 'plots/*.png' weights.pt --to results/best
     """
     from deployer.commands.look import pull as command
     from deployer.pull.choice import Wish
@@ -241,17 +289,22 @@ def _path_of_job(text: str) -> str:
 @click.argument("job_id", metavar="ID")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @at_a_place
-@click.option("--into", metavar="DIR", default="", help="A folder below the job's folder [the job's folder].")
-@click.option("--force", is_flag=True, help="Write over files that are there with other content.")
+@click.option("--into", metavar="DIR", default="", help="Folder below the job's run folder [the run folder].")
+@click.option("--force", is_flag=True, help="Overwrite existing files that have other content.")
 @GIVE_UP
 @JSON
 def push(
     job_id: str, files: tuple[str, ...], into: str, force: bool, give_up_s: float, as_json: bool, **place: Any
 ) -> None:
-    """Bring files or folders into a job's folder on its host.
+    """Copy files or folders to a job's run folder on its host.
 
-    They lie in $TORCHFERRY_RUN_DIR under their own names, and appear there whole. The job's copy of the project and
-    what Torchferry keeps beside it are never changed. A push that was broken off sends what is not there yet.
+    They keep their names and appear whole in $TORCHFERRY_RUN_DIR. The job's copy of the project and Torchferry's own
+    files there are never changed. After an interruption, the same push sends only what is missing.
+
+    \b
+    Examples:
+      deploy.py push ID prompts.txt
+      deploy.py push ID eval/ --into data --force
     """
     from deployer.commands.look import push as command
 
@@ -265,21 +318,24 @@ def push(
 @click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_id", metavar="[ID]", required=False)
 @at_a_place
-@click.option("--port", type=click.IntRange(0, 65535), metavar="PORT", help="Port here [6006, else any free one].")
-@click.option(
-    "--every", "every_s", type=parse_duration, default="10s", metavar="10s", help="How often what is new comes."
-)
-@click.option("--on-host", is_flag=True, help="Run it on the host, with the job's Python [where this one lacks it].")
+@click.option("--port", type=click.IntRange(0, 65535), metavar="PORT", help="Local port [6006, else any free one].")
+@EVERY
+@click.option("--on-host", is_flag=True, help="Run it on the host with the job's Python [if this Python lacks it].")
 @click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
 @JSON
 def tensorboard(job_id: str | None, target: str | None, **options: Any) -> None:
     """Show a job's curves live in TensorBoard, until Ctrl-C.
 
-    Without ID those of the job that was launched last from here.
-    The event files that a job writes with run.trackers=[tensorboard], or a program of your own to
-    $TORCHFERRY_RUN_DIR/tensorboard, come home again and again while it runs, and TensorBoard of this Python reads them.
-    Where it lacks TensorBoard the job's Python runs it on its host, and a tunnel leads there. Without ID the job that
-    was launched last from here.
+    Without ID, the command takes the newest job launched from this client. The trainer writes event files with
+    run.trackers=[tensorboard]; your own program writes them to $TORCHFERRY_RUN_DIR/tensorboard.
+
+    While the job runs, its event files are pulled repeatedly, and TensorBoard of this Python shows them. If this Python
+    has no TensorBoard, the job's Python runs it on the host, and a tunnel connects to it.
+
+    \b
+    Examples:
+      deploy.py tensorboard ID --port 6007
+      deploy.py tensorboard ID --on-host
     """
     from deployer.commands.look import tensorboard as command
 
@@ -290,13 +346,20 @@ def tensorboard(job_id: str | None, target: str | None, **options: Any) -> None:
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
-@click.option("--last", type=click.IntRange(min=0), default=20, metavar="N", help="The last N; 0: all [20].")
+@click.option("--last", type=click.IntRange(min=0), default=20, metavar="N", help="Show the last N; 0: all [20].")
 @JSON
 def history(last: int, as_json: bool) -> None:
-    """List what was launched from here, with the words, newest first.
+    """List the jobs launched from this client, newest first.
 
-    When, on which host, by which words, and the state that the host told last; no host is asked. Values of --env are
-    not kept, their names are. `repeat ID` launches one of them again, `forget ID` drops it.
+    The list shows when, on which host and with which words each job was launched, and the last state that its host
+    reported. No host is asked. The values of --env are not kept, only the names.
+
+    `repeat ID` launches a job again, `forget ID` removes it from the list.
+
+    \b
+    Examples:
+      deploy.py history --last 50
+      deploy.py history --json
     """
     from deployer.commands.look import history as command
 
@@ -307,13 +370,18 @@ def history(last: int, as_json: bool) -> None:
 @click.argument("job_ids", metavar="ID...", nargs=-1)
 @SSH.option()
 @ROOT.option("root")
-@click.option("--yes", is_flag=True, help="Also what may still run.")
+@click.option("--yes", is_flag=True, help="Forget without asking, even jobs that may still run.")
 @JSON
 def forget(job_ids: tuple[str, ...], ssh: str | None, root: str | None, yes: bool, as_json: bool) -> None:
-    """Forget jobs on this client, or with --ssh all of a host.
+    """Remove jobs from this client's list; nothing on a host changes.
 
-    No host is asked, and nothing there changes: a job that runs goes on, its files stay. What a host still has, ps
-    shows again when it asks that host.
+    With --ssh and no ID, all jobs of that host are removed from the list. No host is asked: a running job continues,
+    and its files stay. `ps` shows a job again when it asks a host that still has it.
+
+    \b
+    Examples:
+      deploy.py forget ID
+      deploy.py forget --ssh gpu --yes
     """
     from deployer.commands.look import forget as command
 

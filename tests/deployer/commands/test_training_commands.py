@@ -22,6 +22,8 @@ def torchferry(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_help_is_the_trainers_and_names_this_program(tmp_path: Path, name: str) -> None:
     done = torchferry(tmp_path, name, "--help")
     assert done.returncode == 0 and done.stdout.startswith(f"Usage: torchferry {name} [OPTIONS] "), done
+    assert f"\n  {FORWARDED[name][0]}\n" in done.stdout and f"\n    torchferry {name} " in done.stdout
+    assert "train.py" not in done.stdout
 
 
 def test_words_and_exit_codes_pass_as_they_are(tmp_path: Path) -> None:
@@ -48,4 +50,5 @@ def test_folders_of_the_project_are_not_taken_for_the_trainer(tmp_path: Path) ->
 
 def test_help_lists_them_apart(tmp_path: Path) -> None:
     text = torchferry(tmp_path, "--help").stdout
-    assert {row.split()[0] for row in text.partition("Training on this machine:\n")[2].splitlines()} == set(FORWARDED)
+    listed = text.partition("Training on this machine:\n")[2].partition("\n\n")[0]
+    assert {row.split()[0] for row in listed.splitlines()} == set(FORWARDED)
