@@ -273,7 +273,9 @@ class Run:
                 raise Broken(f"{name} is no job of ours")
             folder, status = clients.folder(job), clients.with_word(row, job.uid)
             self.truth.check_ended(folder, status)
-            if "damage" not in kinds:
+            begun = any(key[0] == folder for key in self.truth.started)
+            is_back = self.rebooted and self.truth.folders[folder] and not begun  # gc took it; the power cut undid that
+            if "damage" not in kinds and not is_back:
                 is_blind = bool(kinds & {"halt", "kill", "full", "error"})  # or nobody could write how they ended
                 was_stopped = name in clients.stopped
                 self.truth.check_code(folder, status, was_stopped=was_stopped, ranks=job.ranks, is_blind=is_blind)
