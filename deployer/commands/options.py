@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deployer.commands.key_options import DEFAULT_ROOT, LIMITS, ROOT, SSH, Decorator, with_keys
+from deployer.commands.usage import Option, nearest
 from deployer.commands.values import Seconds, parse_duration
 from deployer.errors import UnknownJob, UsageError
 from deployer.exit_codes import UNREAD
 from deployer.printable import shown
-from deployer.terminal import as_invoked, notice
+from deployer.terminal import as_invoked, invoked_as, notice
 
 if TYPE_CHECKING:
     from deployer.connection.host import Host
@@ -45,7 +46,10 @@ class Command(click.Command):
         given = list(args)
         try:
             return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx  # click leaves it out of an option without its value
+            if not isinstance(error, click.NoSuchOption):
+                raise
             from deployer.commands.neighbours import line_with_options
 
             program = ctx.meta.get("program")
@@ -68,7 +72,7 @@ class Commands(Command, click.Group):
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Those of a `section` of their own stand below the others."""
+        """Commands with a `section` stand below the others."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for name, command in sorted(self.commands.items()):
             rows = sections.setdefault(getattr(command, "section", "Commands"), [])
@@ -117,8 +121,8 @@ def _check_no_slip(words: list[str], commands: Mapping[str, click.Command]) -> N
         line = line_here([*close, *words[1:]], commands)
     if not line and (not word.isalpha() or is_program(word)):
         return
-    every = f"commands: {', '.join(sorted(commands))}; --help explains them"
-    raise UsageError(f"{word} is neither a command nor a config file", hint=f"did you mean: {line}" if line else every)
+    hint = f"did you mean: {line}" if line else f"{invoked_as()} --help lists the commands"
+    raise UsageError(f"{word} is neither a command nor a config file", hint=hint)
 
 
 class WithProgram(Command):
@@ -144,8 +148,8 @@ class WithProgram(Command):
             raise UsageError(f"no such option: {error.option_name}", hint=hint) from None
 
     def hint_of(self, error: click.NoSuchOption) -> str:
-        """What to do about an option that there is not; empty where click says it."""
-        return "" if error.possibilities else "before a program of your own comes --: deploy.py run -- PROGRAM …"
+        """What to do about an unknown option; empty where `nearest` finds the one that was meant."""
+        return "" if nearest(error) else "put -- before your own program: deploy.py run -- PROGRAM …"
 
 
 class WithKeys(WithProgram):
@@ -156,7 +160,7 @@ class WithKeys(WithProgram):
 
         if line := said_here(error.option_name):
             return f"did you mean {line}?"
-        return "" if error.possibilities else "KEY=VALUE sets a key of the config; deploy.py keys WORD finds it"
+        return "" if nearest(error) else "KEY=VALUE sets a key of the config; deploy.py keys WORD finds it"
 
 
 # --- options -------------------------------------------------------------------------------------------------------
@@ -227,6 +231,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable ou
 GIVE_UP = click.option(
     "--give-up",
     "give_up_s",
+    cls=Option,
     type=parse_duration,
     default="10m",
     metavar="10m",

@@ -54,7 +54,7 @@ TASK_KEYS = (
     ),
     TaskKey("env_file", str, "--env-file", "A file of NAME=VALUE lines on this machine, such as .env.", ("dotenv",)),
     TaskKey("setup", str, "--setup", "A shell's command that runs on the host first, once for what it names."),
-    TaskKey("setup_timeout", str, "--setup-timeout", "End a setup that takes so long: `1h`."),
+    TaskKey("setup_timeout", str, "--setup-timeout", "End a setup that takes this long: `1h`."),
     TaskKey("python", str, "--python", "The interpreter on the host; else one is found or built.", ("interpreter",)),
     TaskKey("requirements", str, "--requirements", "A file that says what the job's Python must have; none: nothing."),
     TaskKey("wheels", str, "--wheels", "A folder of wheels for a host without internet."),
@@ -67,8 +67,8 @@ TASK_KEYS = (
         "max_restarts", int, "--max-restarts", "Start again after a failure, so often.", ("retries", "max_retries")
     ),
     TaskKey("max_runtime", str, "--max-runtime", "Then save and stop: `12h`.", ("timeout", "time", "max_duration")),
-    TaskKey("stall_timeout", str, "--stall-timeout", "Fail without output for so long: `10m`."),
-    TaskKey("idle_timeout", str, "--idle-timeout", "Fail when no GPU of it is used for so long: `30m`."),
+    TaskKey("stall_timeout", str, "--stall-timeout", "Fail without output for this long: `10m`."),
+    TaskKey("idle_timeout", str, "--idle-timeout", "Fail when none of its GPUs is used for this long: `30m`."),
     TaskKey("log_max", str, "--log-max", "Keep this much of a log: `1GB`."),
 )
 BY_NAME = {row.name: row for row in TASK_KEYS}
