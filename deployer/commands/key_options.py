@@ -19,8 +19,6 @@ DEFAULT_ROOT = "~/.torchferry"
 
 
 class KeyOption(Option):
-    """An option that says what a key says."""
-
     def __init__(self, *words: Any, key: str, **how: Any) -> None:
         super().__init__(*words, **how)
         self.key = key

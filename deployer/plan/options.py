@@ -37,8 +37,6 @@ class Options:
 
 
 class Asked(NamedTuple):
-    """What a launch is asked for."""
-
     config: Config
     """With the command line's options applied."""
     command: Command | None

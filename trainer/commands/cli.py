@@ -113,7 +113,6 @@ def run_command(command: click.Command, words: Sequence[str], program: str) -> N
 
 
 def load_command(name: str) -> click.Command:
-    """One of COMMANDS."""
     module, _, attribute = COMMANDS[name][0].partition(":")
     command: click.Command = getattr(import_module(module), attribute)
     return command
