@@ -21,6 +21,7 @@ from deployer.commands.look import cli as look_cli
 from deployer.commands.options import CONTEXT, Commands
 from deployer.commands.training import COMMANDS as TRAINING
 from deployer.commands.training import FORWARDED
+from deployer.commands.usage import in_two_parts
 from deployer.error_json import error_as_json
 from deployer.errors import FerryError, Interrupted, LostConnection, ThisMachine, Unforeseen, UsageError
 from deployer.printable import shown, shown_lines
@@ -30,7 +31,6 @@ from deployer.terminal import (
     notice,
     say,
     say_json,
-    show_click_error,
     show_error,
 )
 
@@ -99,8 +99,8 @@ def _told(error: BaseException, *, debug: bool, as_json: bool) -> int:
     """Says what went wrong: in words on stderr, and for a script on stdout, unless a JSON that says it is there
     already. The exit code."""
     if isinstance(error, click.ClickException):
-        show_click_error(error)
-        known: FerryError = UsageError(error.format_message(), hint="--help explains the options")
+        known: FerryError = in_two_parts(error)
+        _show(known)
     elif isinstance(error, click.Abort | KeyboardInterrupt):
         known = Interrupted("interrupted")
         notice(shown(known.message))

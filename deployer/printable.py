@@ -1,7 +1,7 @@
 """Text that came from a host, a file or a job, made fit for a terminal: what could drive it is made visible.
 
 `Shown` is the only kind of text that `deployer.terminal` takes, so mypy finds what was forgotten. It is one line: a
-line break is made visible too, so no value of a host's begins a line of its own and is taken for ours.
+line break is made visible too, so no value from a host begins a new line and is taken for ours.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ with ssh. It takes text that is `Shown`, and no raw one. These two are the only 
 from __future__ import annotations
 
 import getpass
-import io
 import json
 import os
 import re
@@ -127,7 +126,7 @@ def relay() -> Callable[[bytes], None]:
 
 def drop_unwritten() -> None:
     """Lets go of what an output has no room for and nobody can read: Python would try once more when it ends, with a
-    code and a trace of its own."""
+    code and a trace."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -183,13 +182,6 @@ def show_error(error: FerryError) -> None:
         notice(shown(f"  {place}{line}"))
     if error.hint:
         _write(_style(Shown("hint: "), bold=True), shown(as_invoked(error.hint)), err=True)
-
-
-def show_click_error(error: click.ClickException) -> None:
-    """What click says of a command line that it does not understand."""
-    said = io.StringIO()
-    error.show(said)
-    notice(*shown_lines(said.getvalue()))
 
 
 def _shortened(text: str) -> str:

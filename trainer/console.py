@@ -1,7 +1,7 @@
 """What the trainer tells on its streams, made fit for a terminal: names and values of data files, model folders and
 checkpoints are other people's text. No torch.
 
-The deployer has a door of its own (`deployer/printable.py`), for the trainer may stand without it.
+The deployer has the same in `deployer/printable.py`: the trainer may stand without it.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def start_dist(
 
 
 def new_control_group(dist: Dist) -> torch_dist.ProcessGroup | None:
-    """A further gloo group of all ranks, for a thread of its own; None in a world of one. Every rank calls this."""
+    """A further gloo group of all ranks, for a separate thread; None in a world of one. Every rank calls this."""
     if dist.world_size == 1:
         return None
     timeout = timedelta(seconds=control_timeout_s() + CONTROL_MARGIN_S)

@@ -142,7 +142,7 @@ def process_start_s(now: float, *, stat: Path = Path("/proc/self/stat")) -> floa
 
 
 LONGEST_S = 3600.0
-"""A process that has trained nothing for so long did not start just now: a sandbox's clocks may disagree."""
+"""A process that has trained nothing for this long did not start just now: a sandbox's clocks may disagree."""
 
 
 def _seconds(text: str, now: float) -> float | None:

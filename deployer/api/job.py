@@ -233,7 +233,7 @@ class Job:
 
     @contextmanager
     def _at_host(self) -> Iterator[Host]:
-        """Its host over a connection of its own, which lasts no longer: a notebook may sleep for days."""
+        """Its host over a new connection, closed afterwards: a notebook may sleep for days."""
         host = self._place.another()
         with told():
             try:

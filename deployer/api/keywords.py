@@ -100,6 +100,8 @@ def _read(option: click.Option, name: str, value: Any) -> Any:
     context = click.Context(click.Command(name))
     try:
         return option.type_cast_value(context, _words(option, name, value))
+    except UsageError as error:
+        raise UsageError(f"{name}: {error.message}", hint=error.hint) from None
     except click.ClickException as error:
         raise UsageError(f"{name}: {error.format_message()}") from None
 

@@ -1,4 +1,4 @@
-"""How a help is wrapped: never inside the name of an option, which somebody may copy or search for."""
+"""The layout of a help: options in groups, and no line break inside the name of an option, which somebody may copy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import click
 _OPTION = re.compile(r"--\w+(?:-\w+)+")
 _GLUE = "\u2011"
 """A hyphen at which no line is broken; what is shown has plain ones."""
+
+CONNECTION = frozenset({"--ssh-key", "--accept-new-host-key", "--transport", "--connect-timeout", "--remote-root"})
+"""Options that every command with a host has; its help lists them last."""
+WIDEST = 25
+"""Columns that an option's words may take in a help; a longer one has its text on the next line."""
 
 
 class Formatter(click.HelpFormatter):
@@ -29,3 +34,19 @@ class Context(click.Context):
 
 def _glued(text: str) -> str:
     return _OPTION.sub(lambda option: option[0].replace("-", _GLUE), text)
+
+
+def write_options(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """The command's own options, those of the connection in a group below, and --help at the end."""
+    options = [param for param in command.get_params(ctx) if isinstance(param, click.Option)]
+    rows = {option: row for option in options if (row := option.get_help_record(ctx)) is not None}
+    connects = any("--ssh-key" in option.opts for option in rows)
+    connection = [row for option, row in rows.items() if connects and CONNECTION.intersection(option.opts)]
+    *own, last = [row for row in rows.values() if row not in connection]
+    groups = [("Options", own), ("Connection", connection), ("", [last])]
+    width = min(max(len(words) for words, _ in rows.values()), WIDEST)
+    for title, group in groups if connection else [("Options", [*own, last])]:
+        with formatter.section(title) if title else formatter.indentation():
+            if not title:
+                formatter.write_paragraph()
+            formatter.write_dl([(f"{words:<{width}}", text) for words, text in group], col_max=width)

@@ -26,7 +26,7 @@ UNREACHABLE = "unreachable"
 """What stands for the state of a job whose host does not tell now."""
 
 SILENT_S = 120.0
-"""A running job that has written nothing for so long is worth a line."""
+"""A running job that has written nothing for this long gets a line about it."""
 
 # --- its state -------------------------------------------------------------------------------------------------------
 

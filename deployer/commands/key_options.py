@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 
 import click
 
+from deployer.commands.usage import Option
 from deployer.commands.values import parse_assignment, parse_duration, parse_gpus, parse_path, parse_size
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 DEFAULT_ROOT = "~/.torchferry"
 
 
-class KeyOption(click.Option):
-    """An option that says what a key says."""
-
+class KeyOption(Option):
     def __init__(self, *words: Any, key: str, **how: Any) -> None:
         super().__init__(*words, **how)
         self.key = key

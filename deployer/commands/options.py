@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deployer.commands.formatter import Context
+from deployer.commands.formatter import Context, write_options
 from deployer.commands.key_options import DEFAULT_ROOT, LIMITS, ROOT, SSH, Decorator, with_keys
+from deployer.commands.usage import Option, nearest
 from deployer.commands.values import Seconds, parse_duration
 from deployer.errors import UnknownJob, UsageError
 from deployer.exit_codes import UNREAD, as_rows
 from deployer.printable import shown
-from deployer.terminal import as_invoked, notice
+from deployer.terminal import as_invoked, invoked_as, notice
 
 if TYPE_CHECKING:
     from deployer.connection.host import Host
@@ -34,10 +35,6 @@ MOST_JOBS = 30
 """That one can go through."""
 WAYS = ("auto", "fabric", "openssh")
 """As a record of a job has them."""
-CONNECTION = frozenset({"--ssh-key", "--accept-new-host-key", "--transport", "--connect-timeout", "--remote-root"})
-"""Options that every command with a host has; its help lists them last."""
-WIDEST = 25
-"""Columns that an option's words may take in a help; a longer one has its text on the next line."""
 
 
 class Command(click.Command):
@@ -50,25 +47,16 @@ class Command(click.Command):
         super().__init__(name, help=as_invoked(help or ""), **options)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The command's own options, those of the connection in a group below, and --help at the end."""
-        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
-        rows = {option: row for option in options if (row := option.get_help_record(ctx)) is not None}
-        connects = any("--ssh-key" in option.opts for option in rows)
-        connection = [row for option, row in rows.items() if connects and CONNECTION.intersection(option.opts)]
-        *own, last = [row for row in rows.values() if row not in connection]
-        groups = [("Options", own), ("Connection", connection), ("", [last])]
-        width = min(max(len(words) for words, _ in rows.values()), WIDEST)
-        for title, group in groups if connection else [("Options", [*own, last])]:
-            with formatter.section(title) if title else formatter.indentation():
-                if not title:
-                    formatter.write_paragraph()
-                formatter.write_dl([(f"{words:<{width}}", text) for words, text in group], col_max=width)
+        write_options(self, ctx, formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
         try:
             return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx  # click leaves it out of an option without its value
+            if not isinstance(error, click.NoSuchOption):
+                raise
             from deployer.commands.neighbours import line_with_options
 
             program = ctx.meta.get("program")
@@ -95,7 +83,7 @@ class Commands(Command, click.Group):
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Commands with an own `section` stand below the others."""
+        """Commands with a `section` stand below the others."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for name, command in sorted(self.commands.items()):
             rows = sections.setdefault(getattr(command, "section", "Commands"), [])
@@ -148,8 +136,8 @@ def _check_no_slip(words: list[str], commands: Mapping[str, click.Command]) -> N
         line = line_here([*close, *words[1:]], commands)
     if not line and (not word.isalpha() or is_program(word)):
         return
-    every = f"commands: {', '.join(sorted(commands))}; --help explains them"
-    raise UsageError(f"{word} is neither a command nor a config file", hint=f"did you mean: {line}" if line else every)
+    hint = f"did you mean: {line}" if line else f"{invoked_as()} --help lists the commands"
+    raise UsageError(f"{word} is neither a command nor a config file", hint=hint)
 
 
 class WithProgram(Command):
@@ -175,8 +163,8 @@ class WithProgram(Command):
             raise UsageError(f"no such option: {error.option_name}", hint=hint) from None
 
     def hint_of(self, error: click.NoSuchOption) -> str:
-        """What to do about an option that there is not; empty where click says it."""
-        return "" if error.possibilities else "before a program of your own comes --: deploy.py run -- PROGRAM …"
+        """What to do about an unknown option; empty where `nearest` finds the one that was meant."""
+        return "" if nearest(error) else "put -- before your own program: deploy.py run -- PROGRAM …"
 
 
 class WithKeys(WithProgram):
@@ -187,7 +175,7 @@ class WithKeys(WithProgram):
 
         if line := said_here(error.option_name):
             return f"did you mean {line}?"
-        return "" if error.possibilities else "KEY=VALUE sets a key of the config; deploy.py keys WORD finds it"
+        return "" if nearest(error) else "KEY=VALUE sets a key of the config; deploy.py keys WORD finds it"
 
 
 # --- options -------------------------------------------------------------------------------------------------------
@@ -258,6 +246,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scri
 GIVE_UP = click.option(
     "--give-up",
     "give_up_s",
+    cls=Option,
     type=parse_duration,
     default="10m",
     metavar="10m",

@@ -16,7 +16,7 @@ def parse_size(text: str) -> int:
     """Bytes of `500MB`, `2GB`, `1.5G`, `1000`; for a limit 0 means none."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[bB]?", text.strip())
     if match is None:
-        raise UsageError(f"{text!r} is not a size", hint="for example 500MB or 2GB")
+        raise UsageError(f"{text!r} is not a size", hint="write a size such as 500MB or 2GB")
     factor = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}[match.group(2).lower()]
     size = float(match.group(1)) * factor
     if size >= 1 << 63:
@@ -28,10 +28,10 @@ def parse_duration(text: str) -> float:
     """Seconds of `90s`, `10m`, `1h30m`, `2d`; of `0` too, any other number needs its unit."""
     text = text.strip()
     if re.fullmatch(r"[1-9]\d*(\.\d+)?|0+\.\d+", text):
-        raise UsageError(f"{text!r} has no unit", hint=f"{text}s, {text}m, {text}h or {text}d")
+        raise UsageError(f"{text!r} has no unit", hint=f"write {text}s, {text}m, {text}h or {text}d")
     match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", "0s" if text == "0" else text)
     if match is None or not any(match.groups()):
-        raise UsageError(f"{text!r} is not a duration", hint="for example 90s, 10m, 1h30m or 2d")
+        raise UsageError(f"{text!r} is not a duration", hint="write a duration such as 90s, 10m, 1h30m or 2d")
     seconds = sum(float(number or 0) * unit for number, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
     if seconds > 36500 * 86400:
         raise UsageError(f"{text!r} is longer than a hundred years")
@@ -82,7 +82,7 @@ def parse_gpus(text: str) -> list[int | str]:
 def _gpu(text: str) -> int | str:
     if span := re.fullmatch(r"(\d{1,2})-(\d{1,2})", text):
         each = ",".join(map(str, range(int(span[1]), int(span[2]) + 1)))
-        raise UsageError(f"--gpus takes no range, as {text} is", hint=f"--gpus {each}")
+        raise UsageError(f"{text} is a range, and each GPU must be named", hint=f"write {each}")
     if re.fullmatch(r"-?\d+", text):
         return int(text)
     return text
@@ -97,8 +97,10 @@ def parse_assignment(text: str) -> tuple[str, str]:
     """The name and the value of NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        hint = f"--secret {name} takes the value from your shell, and keeps it secret" if name.isidentifier() else ""
-        raise UsageError(f"--env {name!r} is not of the form NAME=VALUE", hint=hint)
+        hint = "a name has letters, digits and _, and no digit comes first"
+        if name.isidentifier():
+            hint = f"write {name}=VALUE, or use --secret {name}, which takes the value from your shell"
+        raise UsageError(f"{text!r} is not of the form NAME=VALUE", hint=hint)
     return name, value
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HERE = "this machine"
 GIVE_UP_AFTER_S = 600.0
-"""A broken connection is tried again for so long; the job runs on meanwhile, and afterwards."""
+"""A broken connection is tried again for this long; the job runs on meanwhile, and afterwards."""
 _told: set[str] = set()
 """Commands after --ssh whose needless options were told."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
@@ -100,7 +100,7 @@ class Host:
             transport.close()
 
     def another(self) -> Host:
-        """The same place, for a connection of its own."""
+        """The same place, for a separate connection."""
         return Host(self.ssh, self.root, self.ssh_key, self.accept_new_host_key, self.transport, self.connect_timeout_s)
 
     def dial(self) -> float:
@@ -183,7 +183,7 @@ def make_transport(
 
 
 class Patience:
-    """Back-off over connections that break; gives up when nothing has come for so long."""
+    """Back-off over connections that break; gives up when nothing has come for this long."""
 
     def __init__(self, tell: Tell, *, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
         self._tell = tell

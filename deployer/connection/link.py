@@ -237,7 +237,7 @@ class Link:
             if self._agent_sent:
                 return
             self._agent_sent = True
-            # from here on the host takes nothing but the agent; a thread of its own, for this one must go on reading
+            # from here on the host takes nothing but the agent; in a separate thread, for this one must go on reading
             threading.Thread(target=self._send_agent, daemon=True).start()
         elif "refused" in head:
             raise error_of(head["refused"])
@@ -260,7 +260,7 @@ class Link:
                 self._fail(LostConnection(f"{self.host} has not answered for {limits.dead_after_s:g} s"))
                 self._stream.close()
                 return
-            # in a thread of its own: with a dead network even a ping may block
+            # in a separate thread: with a dead network even a ping may block
             threading.Thread(target=self._ping, name="link-ping", daemon=True).start()
 
     def _await_first_word(self) -> None:

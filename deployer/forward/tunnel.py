@@ -1,7 +1,7 @@
 """A port of this machine that is a port of a host: each connection is a stream of the conversation with its agent.
 
 One mechanism for each way to a host, and none that a server could forbid: sshd's AllowTcpForwarding is not asked. The
-agent's streams have windows of their own, so a connection that is read slowly keeps no other one waiting.
+agent's streams have separate windows, so a connection that is read slowly keeps no other one waiting.
 """
 
 from __future__ import annotations

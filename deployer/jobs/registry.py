@@ -149,11 +149,11 @@ def find_record(job_id: str) -> JobRecord:
     if len(found) == 1:
         return by_id[found[0]]
     if found:
-        raise UnknownJob(f"{job_id} matches {name_ids(found)}", hint="give more of the id, or how it ends")
+        raise UnknownJob(f"{job_id} matches {name_ids(found)}", hint="write more of the ID, or its last letters")
     told = "".join(f"; {damage}" for damage in damages[:3])
     raise UnknownJob(
         f"no job {job_id} was launched from here{told}",
-        hint="deploy.py ps lists the jobs; --ssh HOST names the host of a job that was launched from another machine",
+        hint="deploy.py ps lists the jobs; for a job launched from another machine, add --ssh HOST",
     )
 
 

@@ -130,7 +130,7 @@ def _until_acknowledged(
 
 
 class _Talk:
-    """The conversation up to the acknowledgement, in a thread of its own: Ctrl-C, which comes to the main one, must not
+    """The conversation up to the acknowledgement, in a separate thread: Ctrl-C, which comes to the main one, must not
     cut a frame, behind whose half no host would understand that the launch is cancelled."""
 
     def __init__(self, call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> None:

@@ -24,8 +24,6 @@ _QUOTE = "put the value in single quotes"
 
 
 class EnvFile(NamedTuple):
-    """An env file, read."""
-
     named: str
     """As the user did."""
     variables: dict[str, str]

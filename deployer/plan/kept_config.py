@@ -69,7 +69,7 @@ def _plain(config: Config, key: str) -> Any:
 def read_kept(text: str, file: str, beside: Mapping[str, Mapping[str, object]] = NO_CHANGES) -> Kept:
     """A config.yaml as far as this schema has its keys, and sections of keys that are kept `beside` it.
 
-    It may be an older or a newer version's, or that of a trainer with keys of its own. A key that this schema lacks, or
+    It may be an older or a newer version's, or that of a trainer with other keys. A key that this schema lacks, or
     has with other values, is that trainer's affair: it stands in `strange`, and is no mistake. But of `target` each
     value must be one of this schema's: the client acts by it.
     """

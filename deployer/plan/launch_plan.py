@@ -107,7 +107,7 @@ def build_plan(
 ) -> Plan:
     """The plan of a config's job, or of `command` when one is given; `text`: what the trainer gets of the config.
 
-    own_trainer: the project has a `train.py` and `trainer/` of its own; otherwise those that travel in `lib/` run.
+    own_trainer: the project has its own `train.py` and `trainer/`; otherwise those that travel in `lib/` run.
     restrict_gpus: False for a program that was given no GPUs: it sees them all.
     """
     target = config.target

@@ -102,7 +102,8 @@ def _check_in_project(path: str, project: Path) -> None:
         hint = _link(path) if exists else did_you_mean(project / clean)
         raise UsageError(f"{path} is outside the project {project} and does not travel", hint=hint)
     if not (project / clean).exists():
-        raise UsageError(f"{path}: no such file or folder in {project}", hint=did_you_mean(project / clean, project))
+        hint = did_you_mean(project / clean, project) or "check the path; a file on the host needs an absolute path"
+        raise UsageError(f"{path}: no such file or folder in {project}", hint=hint)
 
 
 def did_you_mean(path: Path, project: Path | None = None) -> str:

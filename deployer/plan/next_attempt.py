@@ -186,7 +186,7 @@ def _config_of(job: Resumable, options: Options, *, tell: Callable[[str], None])
         overrides = (*overrides, f"{RESUME}=auto")  # where it began the first time is behind it
     changed = kept.changed(overrides, changes=options.keys, tell=tell)
     _check_data(job, kept.config, changed.config)
-    if STEPS in kept.keys or STEPS in changed.values:  # else the trainer has a number of its own
+    if STEPS in kept.keys or STEPS in changed.values:  # else the trainer's default holds
         _check_length(job, changed.config)
     apart = {*NOT_REQUESTED, *(key for key in supervised_keys() if key not in kept.keys)}
     values = {key: value for key, value in changed.values.items() if key not in apart}

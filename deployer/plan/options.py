@@ -37,8 +37,6 @@ class Options:
 
 
 class Asked(NamedTuple):
-    """What a launch is asked for."""
-
     config: Config
     """With the command line's options applied."""
     command: Command | None
@@ -84,7 +82,7 @@ def with_defaults(asked: Asked, defaults: Mapping[str, Any]) -> tuple[Asked, set
 
 
 def without_effect(command: Command, target: TargetConfig, given: Mapping[str, Any]) -> Iterator[str]:
-    """What of the command line changes nothing for a program of one's own, in words."""
+    """What of the command line changes nothing for the user's own program, in words."""
     if target.device == "cpu" and not command.torchrun and "target.gpu_ranks" in given:
         yield "naming GPUs changes nothing: on the CPU a program without --torchrun is one process"
     if ours := next((word for word in command.argv[1:] if word.partition("=")[0] in _OURS), None):
@@ -127,10 +125,11 @@ def _check(config: Config) -> None:
 
 def _config_of_command(options: Options) -> Config:
     if not options.command:
-        hint = "deploy.py CONFIG, deploy.py run -- python my_train.py ARGS, or a torchferry.yaml: deploy.py init task"
-        raise UsageError("nothing to run", hint=hint)
+        hint = "write deploy.py CONFIG, or deploy.py run -- PROGRAM; deploy.py init task makes a torchferry.yaml"
+        raise UsageError("nothing to run: no config, no program after -- and no torchferry.yaml here", hint=hint)
     if options.torchrun and "target.gpu_ranks" not in options.keys:
-        raise UsageError("--torchrun needs --gpus: one process starts for each", hint="--gpus 0,1")
+        hint = "add --gpus 0,1 for these two, or --gpus auto:2 for the two freest"
+        raise UsageError("--torchrun needs --gpus: torchrun starts one process for each GPU", hint=hint)
     words = itertools.pairwise(("", *options.command))
     found = ((before, word) for before, word in words if before == "-m" or word.endswith((".py", ".sh")))
     before, program = next(found, ("", options.command[0]))

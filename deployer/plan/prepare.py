@@ -331,6 +331,6 @@ def _check_program(command: Command, project: Path, *, code: Scan, includes: Seq
     names = [entry.path.removeprefix("code/") for entry in code.entries if entry.path.endswith(".py")]
     near = difflib.get_close_matches(clean, names, n=1)
     raise UsageError(
-        f"{script} is not in the code tree, which is the folder you are in",
-        hint=f"did you mean {near[0]}?" if near else "run this in the project's folder",
+        f"{script} is not in the code tree: Torchferry sends the folder you are in",
+        hint=f"did you mean {near[0]}?" if near else "run this command in the project's folder",
     )

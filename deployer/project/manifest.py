@@ -62,7 +62,7 @@ def scan(
     hash_cache: Path | None,
     included: Collection[str] = (),
 ) -> Scan:
-    """The project's tree, without the paths that travel as trees of their own (`included`). `hash_cache` is a folder of
+    """The project's tree, without the paths that travel as separate trees (`included`). `hash_cache` is a folder of
     this machine for trees beyond ALWAYS_HASH_BYTES (None: no cache).
 
     UsageError for a project that is no folder, and for a file or folder that cannot be read. Files that vanish
@@ -211,7 +211,7 @@ _VERSION = 1
 MAX_BYTES = 256 << 20
 _DIGEST = re.compile(r"[0-9a-f]+")
 _STILL_NS = 2 * 10**9
-"""A file must have been still for so long when it was hashed: coarser clocks may hide a change made just after."""
+"""A file must have been unchanged for this long when it was hashed: coarser clocks may hide a later change."""
 
 
 def hash_file(path: bytes) -> tuple[str, int]:

@@ -123,7 +123,6 @@ class Landing:
         return os.open(name, _CREATE, 0o600, dir_fd=self._gathering)
 
     def drop_part(self, name: str) -> None:
-        """Forgets a part."""
         try:
             os.unlink(name, dir_fd=self._gathering)
         except FileNotFoundError:

@@ -92,7 +92,7 @@ class _Pull:
         self._patience = Patience(tell)
         self._is_kept = is_kept
         self._connected = False
-        self._failures: dict[str, str] = {}  # unit, or file of its own -> why it could not be had
+        self._failures: dict[str, str] = {}  # unit, or single file -> why it could not be had
         self._given_up: set[str] = set()  # those of them that are not tried again
         self._anew: set[str] = set()  # files that are not what they were: no top-up
         self._fetched_files = self._fetched_bytes = 0

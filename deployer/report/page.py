@@ -55,7 +55,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Seq
 
 
 def chart(title: str, svg: str, *, legend: str = "", note: str = "") -> str:
-    """A drawing with its title."""
     more = f' <span class="note">{note}</span>' if note else ""
     return f"<figure><figcaption>{escape(title)}{more}</figcaption>\n{legend}\n{svg}\n</figure>"
 

@@ -17,7 +17,7 @@ from deployer.transport.protocol import WRITE_TIMEOUT_S, Drain, Limits
 
 
 class LocalTransport:
-    """Runs commands by /bin/sh in a session of their own, so that Ctrl-C in the terminal does not reach them."""
+    """Runs commands by /bin/sh in separate sessions, so that Ctrl-C in the terminal does not reach them."""
 
     description = "this machine"
     limits = Limits()
@@ -53,7 +53,7 @@ def activated(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class PipeStream:
-    """Stdin and stdout of a subprocess in a session of its own. OSError when it cannot be started."""
+    """Stdin and stdout of a subprocess in a new session. OSError when it cannot be started."""
 
     def __init__(
         self,

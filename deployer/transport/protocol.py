@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 WRITE_TIMEOUT_S = 60.0
-"""A write that makes no progress for so long counts as a lost connection."""
+"""A write that makes no progress for this long counts as a lost connection."""
 STDERR_KEPT = 64 * 1024
 
 
@@ -68,7 +68,7 @@ class Transport(Protocol):
 class Drain:
     """Keeps the beginning of a stream that nobody reads, so that it can never stall the other one.
 
-    Reads with `read_some` until b"" in a thread of its own and keeps the first 64 KiB. `sift` sees all
+    Reads with `read_some` until b"" in a separate thread and keeps the first 64 KiB. `sift` sees all
     that comes, b"" at the end, and returns what of it is to be kept.
     """
 

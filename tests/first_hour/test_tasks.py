@@ -137,7 +137,11 @@ def test_signal_that_ends_the_program_is_in_the_code_of_its_shell(ferry: Ferry) 
     ("task", "words", "said"),
     [
         ("run: a\ngpus: 0,0", (), "gpus is [0, 0], it names 0 twice\n  in task.yaml:2"),
-        ("run: a\ngpus: 0-3", (), "gpus: --gpus takes no range, as 0-3 is\n  in task.yaml:2\nhint: --gpus 0,1,2,3"),
+        (
+            "run: a\ngpus: 0-3",
+            (),
+            "gpus: 0-3 is a range, and each GPU must be named\n  in task.yaml:2\nhint: write 0,1,2,3",
+        ),
         ("run: a\ngpus: many", (), "gpus holds 'many', expected an index such as 0"),
         ("run: a\ndevice: gpu", (), "device: 'gpu' is not one of"),
         ("run: a\nmax_runtime: 5", (), "max_runtime: '5' has no unit\n  in task.yaml:2"),
@@ -145,7 +149,7 @@ def test_signal_that_ends_the_program_is_in_the_code_of_its_shell(ferry: Ferry) 
         ("run: a\nenv:\n  RANK: 1", (), "env may not set RANK: torchrun sets it for every process\n  in task.yaml:3"),
         ("run: a\noutputs: [b, ../c]", (), "outputs holds ../c, must be a path below the project"),
         ("run: a\nname: a b", (), "name is 'a b', it may hold only"),
-        ("run: a\ntorchrun: true", (), "torchrun needs gpus: one process starts for each\n  in task.yaml:2"),
+        ("run: a\ntorchrun: true", (), "torchrun needs gpus: it starts one process for each GPU\n  in task.yaml:2"),
         ("run: a && b\ntorchrun: true\ngpus: 0", (), "torchrun starts a Python file, and run is a text for a shell"),
         ("run: a && b", ("--", "c"), "run of task.yaml is a text for a shell, so c after -- would reach nobody"),
         ("run: a", ("model.name=b",), "model.name is for the trainer, and a task runs a program"),

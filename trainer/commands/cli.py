@@ -18,6 +18,7 @@ import click
 import trainer
 from trainer.commands.help import CONTEXT, TRAIN, TRAINING, VERBS
 from trainer.commands.interruptible import interruptible
+from trainer.commands.usage import in_two_parts
 from trainer.config.kinds.recognise import CONFIG, expect, read_kind
 from trainer.config.load import ConfigError, load_config, num_processes
 from trainer.console import shown, tame_others, write_json, write_line
@@ -56,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if words and words[0] in COMMANDS:
             if words[0] not in WITHOUT_TORCH and not {"-h", "--help"} & set(words):
                 check_torch()
-            load_command(words[0]).main(words[1:], f"{program} {words[0]}")
+            run_command(load_command(words[0]), words[1:], f"{program} {words[0]}")
         else:
-            train_command.main(words, program)
+            run_command(train_command, words, program)
     except UserError as error:
         if "--debug" in words:
             raise
@@ -76,8 +77,19 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     raise AssertionError("click leaves by itself")
 
 
+def run_command(command: click.Command, words: Sequence[str], program: str) -> NoReturn:
+    """Leave with the command's exit code. Raises UserError for a mistake in the words, as for any other."""
+    try:
+        code = command.main(words, program, standalone_mode=False)
+    except click.ClickException as error:
+        raise in_two_parts(error, command, program) from None
+    except click.Abort:
+        write_line(sys.stderr, "interrupted")
+        sys.exit(1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
 def load_command(name: str) -> click.Command:
-    """One of COMMANDS."""
     module, _, attribute = COMMANDS[name][0].partition(":")
     command: click.Command = getattr(import_module(module), attribute)
     return command

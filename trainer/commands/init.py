@@ -1,4 +1,4 @@
-"""`train.py init`: a config of one's own to begin with, short and explained. No torch."""
+"""`train.py init`: a short, explained config to begin with. No torch."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import click
 from trainer.commands.help import CONTEXT, Command
 from trainer.config.docs import KeyDoc, key_docs
 from trainer.console import write_json, write_line
+from trainer.errors import UserError
 
 MOST_WIDTH = 110
 
@@ -39,8 +40,8 @@ def keys(words: tuple[str, ...], as_json: bool, debug: bool) -> None:
     found = matching(docs, words)
     if not found:
         near = difflib.get_close_matches(words[0], [doc.key.rpartition(".")[2] for doc in docs], n=3)
-        hint = f"; near it: {', '.join(near)}" if near else ""
-        raise click.BadParameter(f"no key of a config has {' or '.join(map(repr, words))}{hint}", param_hint="WORD")
+        hint = f"near it: {', '.join(near)}" if near else "without a word every key is shown"
+        raise UserError(f"no key of a config has {' or '.join(map(repr, words))}", hint=hint)
     if as_json:
         write_json([{**doc._asdict(), "elsewhere": list(doc.elsewhere)} for doc in found])
         return

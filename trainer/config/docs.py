@@ -63,7 +63,6 @@ holds, is passed over in silence.
 
 
 def render_page() -> str:
-    """The whole page."""
     sections = [(name, kind) for name, kind in field_kinds(Config).items() if is_section(kind)]
     own = [name for name, kind in field_kinds(Config).items() if not is_section(kind)]
     parts = [HEAD, _section("Top level", Config, "", only=own)]

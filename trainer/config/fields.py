@@ -133,7 +133,7 @@ def _section_tree(value: object, kind: Any, key: str, places: Places) -> Mapping
         return {}  # a section whose lines are all commented out
     if isinstance(value, Mapping):
         return {str(name): inner for name, inner in value.items()}
-    message = f"{key} is {show(value)}, expected a {kind.__name__} (a section with keys of its own)"
+    message = f"{key} is {show(value)}, expected a {kind.__name__} (a section with keys)"
     raise ConfigError(message, where=places.of(key))
 
 

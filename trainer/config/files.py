@@ -70,7 +70,7 @@ def _nearest_file(path: Path) -> str:
         near = get_close_matches(path.name, names, n=1)
         if near:
             return f"did you mean {path.parent / near[0]}?"
-    return f"looked from {Path.cwd()}" if not path.is_absolute() else ""
+    return "check the name" if path.is_absolute() else f"check the name and the folder you are in: {Path.cwd()}"
 
 
 # --- Python -----------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def _compose(source: bytes | str, place: str) -> yaml.Node | None:
     try:
         try:
             _check_shape(yaml.parse(source, Loader=fast), place)
-        except yaml.YAMLError:  # libyaml has a bound of its own in some versions, and other words
+        except yaml.YAMLError:  # libyaml has another bound in some versions, and other words
             _check_shape(yaml.parse(source, Loader=loader), place)
         node: yaml.Node | None = yaml.compose(source, Loader=loader)
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the latter two: "\UFFFFFFFF" is no character

@@ -37,7 +37,7 @@ class Places:
 
 
 def is_section(kind: Any) -> bool:
-    """Whether a field's type is a schema class with keys of its own."""
+    """Whether a field's type is a schema class, which has keys."""
     return is_dataclass(kind)
 
 

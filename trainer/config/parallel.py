@@ -50,7 +50,7 @@ def sharding(options: ParallelConfig) -> Sharding:
 
 
 def backend_of(config: Config, world_size: int) -> str:
-    """The backend for so many ranks; `pytorch` also where it is asked of several, which has an error of its own."""
+    """The backend for so many ranks; `pytorch` also where it is asked of several, which has a separate error."""
     name = config.target.train_backend
     if name == "auto":
         name = "pytorch" if world_size == 1 else "fsdp"

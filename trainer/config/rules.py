@@ -204,7 +204,7 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
     yield from saving_without_effect(config)
     yield from data_without_effect(config)
     if deployed:
-        yield ["run.dir"], ", a deployed job has a folder of its own"
+        yield ["run.dir"], ", a deployed job has its own folder"
     else:
         yield ["target.ssh", "target.python", "target.root"], ", train.py runs here and under this Python"
         supervised = [key for key, facts in known_facts().items() if facts.supervised]

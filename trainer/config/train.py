@@ -87,7 +87,7 @@ def schedule_rules(config: Config) -> Iterator[Broken]:
         yield Broken("optim.min_learning_rate", message, "", ("optim.learning_rate",))
     if o.decay_steps is not None and o.schedule != "wsd":
         message = (
-            f"optim.decay_steps is {o.decay_steps}, but optim.schedule is {o.schedule}; only wsd has a decay of its own"
+            f"optim.decay_steps is {o.decay_steps}, but optim.schedule is {o.schedule}; only wsd has a separate decay"
         )
         yield Broken("optim.decay_steps", message, "drop decay_steps or set optim.schedule=wsd", ("optim.schedule",))
     warmup = 0 if steps is None else warmup_steps(o, steps)

@@ -11,9 +11,9 @@ from trainer.progress import SLOW_PHASES, Phase, render_place
 from trainer.typed import from_json, parse_json
 
 SILENT_S = 20.0
-"""A rank in its steps that posts nothing for so long is gone, or its node is."""
+"""A rank in its steps that posts nothing for this long is gone, or its node is."""
 GONE_S = 2.0
-"""A process of this machine that has ended gets so long to be seen as done or as failed with a reason of its own."""
+"""How long an ended process of this machine has to be seen as done, or as failed with its own reason."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Observer:
             self._beats[beat.rank] = beat
 
     def excuse(self, seconds: float) -> None:
-        """Take this time off every wait: the observer itself was stopped for so long."""
+        """Take this time off every wait: the observer itself was stopped for this long."""
         for times in (self._heard, self._moved, self._gone):
             times.update({rank: at + seconds for rank, at in times.items()})
 

@@ -77,7 +77,7 @@ def tuned_tiles(device: torch.device, head_dim: int) -> Tiles | None:
 def document_mask(doc_ids_bt: Tensor) -> Tensor:
     """Which position sees which: [B, 1, T, T] bool, the same document and not later.
 
-    Padding (-1) forms a document of its own, so no row of the mask is empty and no softmax is NaN.
+    Padding (-1) forms a separate document, so no row of the mask is empty and no softmax is NaN.
     """
     length = doc_ids_bt.shape[1]
     same = doc_ids_bt.unsqueeze(2) == doc_ids_bt.unsqueeze(1)

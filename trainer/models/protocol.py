@@ -4,7 +4,7 @@ needs one (`tests/house.txt`).
     config, checkpoint  --Family-->  Shape (data)  --build-->  Model (a module, without storage)
 
 Names: a parameter's name is the key of Hugging Face's checkpoint, and so is what config, reports, adapters,
-checkpoints and exports say; an output head of its own is the module `lm_head`, the embedding
+checkpoints and exports say; a separate output head is the module `lm_head`, the embedding
 `model.embed_tokens`. What is registered first runs first. Products in the blocks that adapters or float8 may
 take hold of are `trainer.models.layers.Linear`.
 
@@ -96,7 +96,7 @@ class Units:
     sharded: tuple[nn.Module, ...]
     """FSDP gathers each in one collective (wrap_policy=transformer)."""
     inseparable: tuple[nn.Module, ...]
-    """None of these is ever such a group: parameters in them are used outside of their own forward."""
+    """None of these is ever such a group: parameters in them are used outside their module's forward."""
     compiled: tuple[nn.Module, ...]
     """Compiled as one graph each, those of a kind sharing it."""
 

@@ -41,8 +41,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file."""
-
     file: OpenFile
     name: str
     dtype: torch.dtype | str

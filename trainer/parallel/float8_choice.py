@@ -132,7 +132,7 @@ def seconds_of(
 
     `rows` x `seq_len`: the tokens of a micro-batch. `stored`: the dtype in which a block finds its parameters.
     """
-    generator = torch.Generator(device).manual_seed(0)  # of its own: training draws the same numbers with and without
+    generator = torch.Generator(device).manual_seed(0)  # separate: training draws the same numbers with and without
     few = _few_blocks(model, device, stored, generator)
     arrange(few)
     positions = torch.arange(seq_len, device=device).expand(rows, -1)

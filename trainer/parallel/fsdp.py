@@ -134,7 +134,7 @@ def _mesh(device_type: str, plan: WrapPlan) -> DeviceMesh:
 def _in_running_order(model: Model) -> list[FSDPModule]:
     """The groups below the root in the order of the forward pass.
 
-    That is the order of registration; only norms as groups of their own, which are small, would come too late.
+    That is the order of registration; only norms as separate groups, which are small, would come too late.
     """
     _, *below = fsdp_modules(model)
     return below

@@ -19,7 +19,7 @@ from trainer.checkpoint.write import Order
 
 @dataclass(frozen=True)
 class Meeting:
-    """A key-value store that every saver can reach: that of the trainers, under a name of its own."""
+    """A key-value store that every saver can reach: that of the trainers, under another name."""
 
     address: str
     """A host, or the path of a file."""
@@ -91,7 +91,7 @@ class Outcome:
 
 def send(connection: Connection, message: Any) -> None:
     """Raises OSError when the other end is gone."""
-    # not Connection.send: torch would pass tensors on through shared memory of its own
+    # not Connection.send: torch would pass tensors on through its own shared memory
     connection.send_bytes(pickle.dumps(message))
 
 

@@ -44,7 +44,7 @@ class Region:
 
     @classmethod
     def create(cls, size: int) -> Region:
-        """A region of its own, its pages not yet made. No file below /dev/shm: a container has 64 MB of that.
+        """A new region, its pages not yet made. No file below /dev/shm: a container has 64 MB of that.
 
         Raises OSError where the system has no such memory.
         """

@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run, one at a time: a process beside each rank does it while training goes on.
 
 A thread of each rank talks with its saver process, and writes by itself where there is none. All collectives of a save
-run in that thread, on a group of its own, or among the savers, so that they never meet those of the training.
+run in that thread, on a separate group, or among the savers, so that they never meet those of the training.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class Writer:
             self._hook = None
         self._staging.close()
 
-    # --- in a thread of its own ---
+    # --- in a separate thread ---
 
     def _make_ready(self, size: int) -> str:
         """How the saver was lost before it was up; empty when it is."""

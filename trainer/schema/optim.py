@@ -52,7 +52,7 @@ class OptimConfig:
     max_grad_norm: float = key(1.0, limit=AT_LEAST_0, aliases=("clip_grad_norm", "grad_clip"))
     """Global norm; 0: no clipping."""
     groups: list[GroupConfig] = field(default_factory=list)
-    """Parameters with a learning rate or weight decay of their own: {pattern, lr_scale, weight_decay}, first match."""
+    """Parameters with another learning rate or weight decay: {pattern, lr_scale, weight_decay}, first match."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How learning_rate and min_learning_rate grow with the batch: times rows per step / base_batch_size (`linear`), or
     its square root (`sqrt`, the rule for Adam)."""

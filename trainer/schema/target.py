@@ -56,9 +56,9 @@ class TargetConfig:
     max_runtime_s: float | None = key(None, limit=ABOVE_0, supervised=True)
     """The job is asked to save and stop after so many seconds, all its attempts together; None: no limit."""
     stall_timeout_s: float | None = key(None, limit=ABOVE_0, supervised=True)
-    """An attempt without a step (a program of your own: without output) for so long ends as failed; None: no limit."""
+    """An attempt without a step (your own program: without output) for this long ends as failed; None: no limit."""
     idle_timeout_s: float | None = key(None, limit=ABOVE_0, supervised=True)
-    """An attempt whose GPUs all stay below 5 % use for so long, once its ranks run, ends as failed; None: no limit."""
+    """An attempt whose GPUs all stay below 5 % use for this long, once its ranks run, ends as failed; None: never."""
     log_max_gb: float = key(10.0, limit=AT_LEAST_0, supervised=True)
     """A rank's log that grows beyond this loses its oldest part, and says so; 0: no limit."""
     outputs: list[str] = key([], limit=BELOW, supervised=True)

@@ -75,8 +75,8 @@ class TrainConfig:
     early_stop_min_delta: float = key(0.0, limit=AT_LEAST_0)
     """By how much an evaluation's loss must lie below the best to count as better."""
     hang_timeout_s: float = key(600.0, limit=AT_LEAST_0)
-    """A run in which no rank gets on for so long ends, naming the late rank with its stack; reading data, saving and
-    exporting may take longer. 0: no watchdog."""
+    """A run in which no rank makes progress for this long ends and names the late rank with its stack; reading data,
+    saving and exporting may take longer. 0: no watchdog."""
     profile_steps: list[int] = key([], limit=AT_LEAST_1)
     """Steps (counted from 1) of which every rank writes a trace for chrome://tracing or Perfetto into RUN/profile/, and
     a table of where the step went, as text and JSON; rank 0 prints its own. Tracing slows such a step down."""

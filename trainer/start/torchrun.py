@@ -1,6 +1,6 @@
 """torchrun for `train.py` on several ranks, with exit codes that tell what happened and without its stack traces.
 
-Run as a file, with torchrun's own arguments. torchrun itself leaves with 1 and thirty lines of its own whatever a rank
+Run as a file, with torchrun's own arguments. torchrun itself leaves with 1 and thirty lines whatever a rank
 returned, also after a stop that the ranks obeyed; the ranks have told the reason already.
 """
 

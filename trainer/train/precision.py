@@ -74,7 +74,6 @@ def foresee_precision(config: Config) -> Settled:
 
 
 def with_precision(config: Config, precision: Precision) -> Config:
-    """The config with that precision named in it."""
     return replace(config, train=replace(config.train, precision=precision))
 
 

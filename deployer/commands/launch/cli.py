@@ -388,7 +388,7 @@ def stop(job_ids: tuple[str, ...], every: bool, yes: bool, **options: Any) -> No
 
     how = {name: options.pop(name) for name in ("grace_s", "force", "as_json")}
     if every == bool(job_ids):
-        raise name_one("name the jobs to stop, or give --all", "stop")
+        raise name_one("stop needs the ID of a job, or --all", "stop")
     if every:
         sys.exit(command.stop_all(hosts_of(**options), yes=yes, **how))
     found = [(job_id, *find_host(job_id, **options)) for job_id in dict.fromkeys(job_ids)]

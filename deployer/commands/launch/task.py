@@ -121,7 +121,7 @@ class _Launch:
                 "torchrun starts a Python file, and run is a text for a shell", where=task.places.of("run"), hint=hint
             )
         if torchrun and "target.gpu_ranks" not in keys:
-            message = "torchrun needs gpus: one process starts for each"
+            message = "torchrun needs gpus: it starts one process for each GPU"
             raise ConfigError(message, where=task.places.of("torchrun"), hint="gpus: 0,1")
         places = Places(task.places.source, {**self._places_of_keys(), **dict.fromkeys(own, COMMAND_LINE)})
         raise_all(map(_in_words_of_a_task, rule_errors(with_changes(Config(), keys), places=places)))

@@ -161,7 +161,7 @@ class _Files:
 
 
 class _Server:
-    """A TensorBoard on this machine, in a session of its own, with whatever it starts."""
+    """A TensorBoard on this machine, in its own session, with whatever it starts."""
 
     def __init__(self, logdir: str, port: int) -> None:
         self._said: deque[bytes] = deque(maxlen=12)

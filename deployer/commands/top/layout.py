@@ -18,7 +18,7 @@ from deployer.fullscreen import Line, Part
 from deployer.printable import shown, shown_lines
 
 STALE_S = 6.0
-"""A host that has said nothing for so long is said to be silent."""
+"""A host that has sent nothing for this long is shown as silent."""
 CURVES = (("loss", "loss"), ("tokens/s", "tokens_per_s_per_gpu"), ("tokens/s", "tokens_per_s"))
 BAR = 10
 LEAST_LOG = 3

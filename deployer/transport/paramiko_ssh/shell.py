@@ -10,7 +10,7 @@ from invoke.exceptions import UnexpectedExit
 from deployer.transport.paramiko_ssh.session import Session
 
 KEEP_ALIVE_S = 15
-"""Without data of its own a dead connection would never be found out: see UNACKNOWLEDGED_S."""
+"""A connection that sends no data would never be found dead: see UNACKNOWLEDGED_S."""
 
 
 class _Typing(Remote):  # type: ignore[misc]

@@ -26,7 +26,7 @@ QUICK_RECEIPTS = 300
 CLIENT_VERSION = "SSH-2.0-Torchferry"
 """The line with which this client begins every SSH connection (RFC 4253, 4.2)."""
 UNACKNOWLEDGED_S = 45.0
-"""Data that the other side's kernel does not confirm for so long breaks the connection, unless the user has set how
+"""Data that the other side's kernel does not confirm for this long breaks the connection, unless the user has set how
 often a server is asked whether it lives."""
 ATTEMPTS_APART_S = 1.0
 HEARD_BYTES = 4096
@@ -37,7 +37,7 @@ LAST_WORDS_S = 0.5
 class SshSocket(socket.socket):
     """A connected socket that acknowledges at once, and breaks when the other side is gone.
 
-    sshd writes SUCCESS, a host-keys note and the channel's confirmation as packets of their own and, with Nagle's
+    sshd writes SUCCESS, a host-keys note and the channel's confirmation as separate packets and, with Nagle's
     algorithm on, waits for our ACK between them, which Linux would hold back for 40 ms. TCP_QUICKACK is not sticky, so
     it is set again after each of the first receipts.
     """

@@ -148,7 +148,7 @@ class HandshakeCut(ConnectError):
 
 
 def retry_cuts(connect: Callable[[], T], *, keep_trying_s: float = KEEP_TRYING_S) -> T:
-    """What `connect` returns, called again after a HandshakeCut for so long.
+    """What `connect` returns, called again after a HandshakeCut for this long.
 
     A server at its MaxStartups drops connections at random; the waits double and are random, so that clients which
     were dropped together do not come back together.

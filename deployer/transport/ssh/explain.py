@@ -27,7 +27,7 @@ _NO_PYTHON = "torchferry-no-python"
 NO_OUTPUT = 99
 """The loader's exit status where its output goes to no client."""
 LOST = 255
-"""The ssh program's exit status for failures of its own, and for a command that a signal ended."""
+"""The ssh program's exit status for its own failures, and for a command that a signal ended."""
 QUOTED_BYTES = 8192
 HEARD_LINES = 3
 """Of what came in the place of SSH's first line."""
@@ -124,7 +124,7 @@ def explain_socket_error(error: OSError, *, host: str, port: int, timeout_s: flo
     if isinstance(error, socket.gaierror):
         return ConnectError(
             f"the host name {host!r} cannot be resolved: {error.strerror}",
-            hint="check the spelling, or whether it is an alias that your ~/.ssh/config does not have",
+            hint="check the spelling; an alias must be in your ~/.ssh/config",
         )
     if isinstance(error, TimeoutError):
         return ConnectError(
@@ -133,7 +133,7 @@ def explain_socket_error(error: OSError, *, host: str, port: int, timeout_s: flo
         )
     if isinstance(error, ConnectionRefusedError):
         return ConnectError(
-            f"{where} refuses connections", hint="no SSH server listens there: check the port (host:PORT) and the host"
+            f"{where} refuses connections", hint="no SSH server listens there: check the host and the port (HOST:PORT)"
         )
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return ConnectError(f"{where} cannot be reached: {error.strerror}", hint="check the network, or the VPN")

@@ -84,7 +84,8 @@ class HostKeys:
         return HostKeyError(
             f"the host key of {self.name} has changed: it shows {key}",
             where=known,
-            hint=f"the host was reinstalled, or somebody is in between. Only if you know why it changed: {remove}",
+            hint="the host was reinstalled, or somebody intercepts the connection. "
+            f"Only if you know why the key changed, run: {remove}",
         )
 
     def _meet(self, key_type: str, blob: bytes, *, accept_new: bool, ask: Ask | None) -> None:
@@ -106,7 +107,7 @@ class HostKeys:
         port = "" if self.options.port == DEFAULT_PORT else f"-p {self.options.port} "
         return HostKeyError(
             f"the host key of {self.name} is not known: {key}",
-            hint="compare the fingerprint with the provider's, then use --accept-new-host-key, or write it down with "
+            hint="compare the fingerprint with the provider's. If they are equal, add --accept-new-host-key, or run: "
             f"ssh-keyscan {port}{shlex.quote(self.options.hostname)} >> ~/.ssh/known_hosts",
         )
 

@@ -105,7 +105,7 @@ def _with_option(target: Target, option: str) -> Target:
     if name.lower().endswith("command"):
         raise UsageError(
             f"{target.text!r}: {name} is not taken from an address",
-            hint="put it into ~/.ssh/config, under a Host of its own",
+            hint="put it into ~/.ssh/config, under a separate Host",
         )
     if name.lower() not in _OPTIONS.split() or not value.isprintable():
         return replace(target, ignored=(*target.ignored, f"-o {option}"))

@@ -189,7 +189,7 @@ YAML_ERRORS = {
         "  in a.yaml:1",
     ),
     "endless alias": ("data:\n  train: &a [*a]\n", "is nested too deeply\n  in a.yaml:2"),
-    "section is a scalar": ("train: 5\n", "Error: train is 5, expected a TrainConfig (a section with keys of its own)"),
+    "section is a scalar": ("train: 5\n", "Error: train is 5, expected a TrainConfig (a section with keys)"),
     "words for a list": (
         "args: --lr 3\n",
         "Error: args is --lr 3, expected a list, each text\n  in a.yaml:1\nhint: write it as a list: [--lr, 3]",

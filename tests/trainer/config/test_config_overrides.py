@@ -123,7 +123,7 @@ OVERRIDE_ERRORS = [
         "target.env.A=a\0b",
         "Error: target.env.A is a\\x00b, expected text without NUL and of valid UTF-8\n  on the command",
     ),
-    ("target.gpu_ranks=0,0", "Error: target.gpu_ranks is [0, 0], it names 0 twice\n  on the command line\nhint: one"),
+    ("target.gpu_ranks=0,0", "Error: target.gpu_ranks is [0, 0], it names 0 twice\n  on the command line\nhint: name"),
     (
         "optim.warmup_steps=500",
         "Error: optim.warmup_steps is 500, more than train.steps, 60\n  on the command line\n"

@@ -33,7 +33,10 @@ def train(ranks: int = 1, **values: Any) -> Config:
 NAME_RULE = "it may hold only letters, digits, '.', '_' and '-', at most 100, not starting with '.' or '-'"
 RULES = [
     (target(gpu_ranks=[]), "target.gpu_ranks is empty\nhint: name one GPU index for each process; with target.device"),
-    (target(gpu_ranks=[0, 1, 0]), "target.gpu_ranks is [0, 1, 0], it names 0 twice\nhint: one process for each GPU"),
+    (
+        target(gpu_ranks=[0, 1, 0]),
+        "target.gpu_ranks is [0, 1, 0], it names 0 twice\nhint: name each GPU once: it gets one process",
+    ),
     (target(gpu_ranks=[1, "01"]), "target.gpu_ranks is [1, '01'], it names 01 twice"),
     (
         target(gpu_ranks=["GPU-ABCD", "GPU-abcd"]),
@@ -137,7 +140,7 @@ RULES = [
     ),
     (
         Config(optim=OptimConfig(decay_steps=5)),
-        "optim.decay_steps is 5, but optim.schedule is cosine; only wsd has a decay of its own\nhint: drop decay_steps",
+        "optim.decay_steps is 5, but optim.schedule is cosine; only wsd has a separate decay\nhint: drop decay_steps",
     ),
     (
         Config(optim=OptimConfig(schedule="wsd", decay_steps=195)),

@@ -78,5 +78,6 @@ def test_key_is_found_by_what_people_call_it(word: str, key: str) -> None:
 
 
 def test_word_that_no_key_has_is_a_mistake_with_what_is_near() -> None:
-    done = shown("micro_batch_sise")
-    assert done.exit_code == 2 and "no key of a config has 'micro_batch_sise'; near it: micro_batch_size" in done.output
+    error = shown("micro_batch_sise").exception
+    assert isinstance(error, UserError) and error.message == "no key of a config has 'micro_batch_sise'"
+    assert error.hint.startswith("near it: micro_batch_size")

@@ -67,7 +67,7 @@ def test_every_kind_is_tried_and_every_config_of_the_repository_is_one() -> None
     [
         ("run: a\nrecipe: sft", ("by recipe", "by run", "--as config or --as task")),
         ("run: [a]\nmodel: {name: b}\n", ("by model", "by run", "FILE:2")),
-        ("run: a\ngpus: 0\nresources: {}", ("SkyPilot task, by resources", "--as task or --as skypilot", "FILE:3")),
+        ("run: a\ngpus: 0\nresources: {}", ("SkyPilot task (by resources)", "--as task or --as skypilot", "FILE:3")),
         ("modle: {name: a}", ("it has modle", "did you mean model instead of modle?")),
         ("gpus: 0\ndevice: cpu", ("a task file needs run",)),
         ("run:\ngpus: 0", ("a task file needs run",)),

@@ -67,7 +67,7 @@ def pickled_weights(at: Path, sprung: Path) -> tuple[list[str], str]:
 
 def tokenizer_with_code(at: Path, sprung: Path) -> tuple[list[str], str]:
     words = write_tokenizer(folder(at, "t"), sprung)
-    return [f"data.tokenizer={words}"], f"the tokenizer '{words}' has code of its own (auto_map in its tokenizer_conf"
+    return [f"data.tokenizer={words}"], f"the tokenizer '{words}' has its own code (auto_map in its tokenizer_conf"
 
 
 def pickled_adapter(at: Path, sprung: Path) -> tuple[list[str], str]:

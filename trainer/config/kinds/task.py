@@ -39,8 +39,6 @@ class Program(NamedTuple):
 
 
 class TaskFile(NamedTuple):
-    """What a task file says."""
-
     program: Program
     words: Mapping[str, bool | list[str]]
     """By key, what its option is given: a word, or one for each entry; a flag's value."""

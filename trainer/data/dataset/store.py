@@ -80,7 +80,7 @@ class ListStore:
 
 
 class Selection(Sequence[Encoded]):
-    """Some documents of a store, in an order of their own, read when asked for."""
+    """Some documents of a store, in another order, read when asked for."""
 
     def __init__(self, store: Store, indices: np.ndarray) -> None:
         self._store = store

@@ -119,7 +119,7 @@ def _of_call(turn: int, function: dict[str, Any], area: str) -> Iterator[LeftOut
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value; templates write numbers and keys in ways of their own."""
+    """Every text in a JSON value; each template writes numbers and keys in its own way."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

@@ -142,7 +142,7 @@ def _load_pretrained(name: str) -> PreTrainedTokenizerFast:
         ) from error
     if has_code:
         raise DataError(
-            f"the tokenizer {name!r} has code of its own (auto_map in its tokenizer_config.json), which is never run; "
+            f"the tokenizer {name!r} has its own code (auto_map in its tokenizer_config.json), which is never run; "
             "what a tokenizer.json says is supported",
             hint="if its tokenizer.json is the whole tokenizer, take auto_map out of a copy of tokenizer_config.json",
         )

@@ -241,7 +241,7 @@ def shape_from_pretrained(source: Path, vocab_size: int) -> DecoderShape:
         told = from_json({name: getattr(hf, name, None) for name in ModelFile.__dataclass_fields__}, ModelFile)
     except Damage as damage:
         raise ModelError(f"{path}: {damage}") from None
-    except Exception as error:  # transformers 5 checks what belongs together, with errors of its own
+    except Exception as error:  # transformers 5 checks what belongs together, with its own errors
         raise ModelError(f"{path} cannot be used: {first_line(error)}") from error
     _refuse_unsupported(told, source)
     try:
