@@ -128,7 +128,7 @@ def table(parts: dict[str, list[float]]) -> list[str]:
     """Lines: of each part how many steps, their mean and slowest in ms, and both over the mean of those before."""
     usual = statistics.mean(parts["before"])
     lines = [
-        "| steps | number | mean ms | slowest ms | mean, by before | slowest, by before |",
+        "| steps | number | mean ms | slowest ms | mean / mean before | slowest / mean before |",
         "|---|---|---|---|---|---|",
     ]
     for name, steps in parts.items():

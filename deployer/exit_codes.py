@@ -22,7 +22,7 @@ class ExitCode(NamedTuple):
 
 EXIT_CODES = (
     ExitCode(0, "The job succeeded, and the results asked for are on this client."),
-    ExitCode(ANSWERED_NO, "You answered no to a question, a check of `doctor` failed, or `stop` left something."),
+    ExitCode(ANSWERED_NO, "You answered no to a question, a check of `doctor` failed, or `stop` left processes."),
     ExitCode(USAGE, "The usage or the config has a mistake, or there is no such job."),
     ExitCode(
         NOT_HOME, "The job succeeded, but a result asked for is not here. The last line names it and how to get it."
@@ -34,7 +34,7 @@ EXIT_CODES = (
     ExitCode(UNREAD, "Nothing reads the output any more. A job that was started keeps running."),
     ExitCode(STOPPED, "The job was stopped."),
 )
-OWN = "The job's own code: that of the rank that failed first, 128+N for signal N. It comes before 74."
+OWN = "The job's own code: that of the rank that failed first, 128+N for signal N. It wins over 74."
 
 
 def as_rows() -> list[tuple[str, str]]:

@@ -86,7 +86,7 @@ def parse_simply(text: str) -> Wanted:
 
 
 def _evaluate(node: Any, extra: str) -> bool:
-    """The value of a marker, whose grammar is Python's but for `~=` and `===`. ValueError for what is none."""
+    """The value of a marker, whose grammar is Python's but for `~=` and `===`. ValueError for anything else."""
     if isinstance(node, ast.BoolOp):
         values = [_evaluate(value, extra) for value in node.values]
         return all(values) if isinstance(node.op, ast.And) else any(values)

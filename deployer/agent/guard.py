@@ -133,7 +133,7 @@ def _is_shared(folder: str) -> bool:
     found = os.lstat(folder)
     if found.st_mode & stat.S_IWOTH or not found.st_mode & stat.S_IWGRP:
         return bool(found.st_mode & stat.S_IWOTH)
-    try:  # many systems give each user a group of their own
+    try:  # many systems give each user their own group
         import grp
         import pwd
 

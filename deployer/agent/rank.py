@@ -1,10 +1,10 @@
-"""The thin wrapper around each rank: gives it a log file of its own and records who it is and how it ended.
+"""The thin wrapper around each rank: gives it its own log file, and records who it is and how it ended.
 
 torchrun starts `python -u rank.py PROGRAM ARGS...`; this starts `python -u PROGRAM ARGS...` (with `--exec` before it:
 PROGRAM itself, for what is no Python). It runs inside the job's interpreter, as a script, and imports nothing of ours.
 Without TORCHFERRY_RUN_DIR (a command copied from a dry run) it becomes the program and records nothing.
 
-It lives in torchrun's session and the program in a process group of its own, so a signal that torchrun sends to the
+It lives in torchrun's session and the program in its own process group, so a signal that torchrun sends to the
 group arrives once. Killed itself (torchrun's last resort), it takes the program along; the supervisor's
 end touches neither.
 Stdlib only, Python 3.8, Linux.

@@ -32,7 +32,7 @@ from deployer.launch.start import resume_and_follow
 from deployer.plan.next_attempt import read_resumable
 from deployer.plan.options import Options
 from deployer.printable import shown
-from deployer.pull.choice import BEYOND_LIMIT, Wish
+from deployer.pull.choice import BEYOND_LIMIT, PullRequest
 from deployer.pull.rounds import Pulled, pull
 
 METRICS = "metrics.jsonl"
@@ -147,7 +147,7 @@ class Job:
             final = self._follow(host, timeout, quiet=quiet, give_up_s=patience["give_up_s"])
             result = self._result(host, final)
             if pull:
-                result = self._with_results(host, result, Wish(max_bytes=limit))
+                result = self._with_results(host, result, PullRequest(max_bytes=limit))
         if not quiet:
             print(shown(f"{self.id} {result.state}" + (f"; results: {result.results}" if result.results else "")))
         if check and result.state != "succeeded":
@@ -160,9 +160,11 @@ class Job:
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of its metrics.jsonl so far; none before the first. The file comes into the results folder. NotHome
         for one of more than 64 MiB, which `pull` brings."""
-        wish = Wish(max_bytes=MAX_BYTES, paths=(METRICS,), may_lack=True)
+        request = PullRequest(max_bytes=MAX_BYTES, paths=(METRICS,), may_lack=True)
         with self._at_host() as host:
-            beyond = [left for left in _pull(host, self.id, self.results, wish).not_home if left.reason == BEYOND_LIMIT]
+            beyond = [
+                left for left in _pull(host, self.id, self.results, request).not_home if left.reason == BEYOND_LIMIT
+            ]
         if beyond:
             raise NotHome(f"not home: {METRICS} ({beyond[0].size_bytes} bytes)", hint=f"Job.pull(paths={METRICS!r})")
         try:
@@ -190,8 +192,8 @@ class Job:
         limit = parse_size(str(max_size if max_size is not None else 0 if named else PULL_MAX)) or None
         target = Path(to) if to is not None else self.results
         with self._at_host() as host:
-            wish = Wish(None if checkpoint is None else str(checkpoint), limit, paths=named)
-            if lacking := _lacking(_pull(host, self.id, target, wish)):
+            request = PullRequest(None if checkpoint is None else str(checkpoint), limit, paths=named)
+            if lacking := _lacking(_pull(host, self.id, target, request)):
                 raise NotHome(f"not home: {'; '.join(lacking)}")
         return target
 
@@ -282,11 +284,11 @@ class Job:
         words = tuple(map(shown, last_words(self.id, final, host)))
         return Result(self.id, final.state, final.code, final.reason, causes, words, final.hint)
 
-    def _with_results(self, host: Host, result: Result, wish: Wish) -> Result:
+    def _with_results(self, host: Host, result: Result, request: PullRequest) -> Result:
         """What can be brought; the job has ended all the same when nothing can."""
         target = self.results
         try:
-            pulled = _pull(host, self.id, target, wish)
+            pulled = _pull(host, self.id, target, request)
         except FerryError as error:
             return replace(result, not_home=(f"the results ({error.message})",))
         return replace(result, results=target, not_home=_lacking(pulled))
@@ -306,8 +308,8 @@ def _has_one(found: JobView) -> bool:
     return len(found.processes) == 1 and len(found.processes[0].ranks) == 1
 
 
-def _pull(host: Host, job_id: str, target: Path, wish: Wish) -> Pulled:
-    return pull(host, job_id, target=target, wish=wish, tell=lambda text: None)
+def _pull(host: Host, job_id: str, target: Path, request: PullRequest) -> Pulled:
+    return pull(host, job_id, target=target, request=request, tell=lambda text: None)
 
 
 def _lacking(pulled: Pulled) -> tuple[str, ...]:

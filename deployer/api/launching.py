@@ -25,7 +25,7 @@ from deployer.errors import LostConnection, UsageError
 from deployer.jobs.registry import SeenJob, read_records
 from deployer.jobs.requests import read_status
 from deployer.jobs.roster import ask_all, rows_of
-from deployer.launch.delta import LastTree
+from deployer.launch.delta import KnownTree
 from deployer.launch.start import launch_and_follow
 from deployer.paths import expanded
 from deployer.plan.notify import with_urls
@@ -125,7 +125,7 @@ def _launch(prepared: Prepared, host: Host, project: Path) -> None:
             git=git_state(project, apart=hidden_paths(prepared, project)),
             view=None,
             watcher=watcher,
-            last=LastTree.of(host.ssh, host.root, project),
+            last=KnownTree.of(host.ssh, host.root, project),
         )
     except LostConnection as error:
         watcher.note()  # it may have been started: `jobs` must know which host to ask

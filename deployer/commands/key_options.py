@@ -58,15 +58,16 @@ JOB = (
     _row(
         "--gpus",
         "target.gpu_ranks",
-        "GPUs by nvidia-smi index or UUID, or auto:N for the N freest; torchrun starts one process on each.",
+        "GPUs by nvidia-smi index or UUID (2 is the third GPU), or auto:N for the N freest. Without it a config uses "
+        "its target.gpu_ranks, and a program sees all GPUs.",
         type=parse_gpus,
-        metavar="0,2|auto:2",
+        metavar="0,2 or auto:2",
         at_resume={"metavar": "0,2", "help": "Run on these GPUs instead; torchrun starts one process on each."},
     ),
     _row(
         "--device",
         "target.device",
-        "auto: CUDA, or an error without it. cpu: one CPU process for each entry of --gpus.",
+        "cuda or auto: run on GPUs. cpu: run without; --gpus 0,1 then means two processes.",
         type=click.Choice(["auto", "cuda", "cpu"]),
     ),
     _row("--name", "run.name", "Name of the run; the job's ID begins with it.", metavar="NAME"),
@@ -104,11 +105,14 @@ JOB = (
         at_resume={},
     ),
     ROOT,
-    _row("--python", "target.python", "The job's Python interpreter on the host.", metavar="PATH"),
+    _row(
+        "--python", "target.python", "The job's Python interpreter on the host [found or built there].", metavar="PATH"
+    ),
     _row(
         "--setup",
         "target.setup",
-        "Run this shell command on the host before the job. Later jobs reuse what it made.",
+        "Run this shell command on the host before the job, once: later jobs with the same command and files reuse "
+        "what it made.",
         metavar="CMD",
     ),
 )

@@ -226,7 +226,10 @@ def with_results(command: Callable[..., Any]) -> Callable[..., Any]:
     detach = click.option("--detach", is_flag=True, help="Return once the job has started.")
     no_pull = click.option("--no-pull", is_flag=True, help="Leave the results on the host.")
     pull_max = click.option(
-        "--pull-max", default=PULL_MAX, metavar="SIZE", help=f"Size limit of the pull; 0: none [{PULL_MAX}]."
+        "--pull-max",
+        default=PULL_MAX,
+        metavar="SIZE",
+        help=f"Leave on the host what exceeds this; 0: no limit [{PULL_MAX}].",
     )
     return detach(no_pull(pull_max(NOTIFY(command))))
 

@@ -34,7 +34,7 @@ OF_A_CONFIG = ("train", "inspect", "calibrate")
 class Forwarded(click.Command):
     """Every word after its name is the trainer's, `--help` too."""
 
-    section = "Training on this machine"
+    section = "The trainer, in this terminal"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.params["words"] = args

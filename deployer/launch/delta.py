@@ -26,7 +26,7 @@ from deployer.errors import HostError, UsageError
 from deployer.paths import state_dir, write_whole
 
 INLINE_BYTES = 128 << 10
-"""News up to this size are kept, to be sent again where the agent was missing; larger ones bring the agent along."""
+"""A delta up to this size is kept, to send it again where the agent was missing; a larger one brings the agent."""
 
 FAST_BYTES_S = 15e6
 """A way that carries so much would gain little from zlib, which takes its share of both ends' processors."""
@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class News:
+class TreeDelta:
     """What the host is sent unasked: the list of what has changed, then the blobs that are new with it."""
 
     list: bytes
@@ -67,7 +67,7 @@ class News:
             yield squeezed(part)
 
 
-def news_for(last: LastTree | None, name: str, entries: tuple[Entry, ...]) -> News | None:
+def delta_for(last: KnownTree | None, name: str, entries: tuple[Entry, ...]) -> TreeDelta | None:
     """What to send unasked of the tree `name`; None when the host has it, as far as is known here."""
     known = last.name() if last else name
     base = last.entries() if last and known not in (None, name) else ()
@@ -76,7 +76,7 @@ def news_for(last: LastTree | None, name: str, entries: tuple[Entry, ...]) -> Ne
     put = sorted(set(entries) - set(base))
     gone = sorted({entry.path for entry in base} - {entry.path for entry in entries})
     words = json.dumps(to_json(Changes(known, put, gone)), separators=(",", ":"))
-    return News(zlib.compress(words.encode("ascii"), 1), new_blobs(base, put))
+    return TreeDelta(zlib.compress(words.encode("ascii"), 1), new_blobs(base, put))
 
 
 def send_tree(call: Call, entries: tuple[Entry, ...]) -> None:
@@ -84,11 +84,11 @@ def send_tree(call: Call, entries: tuple[Entry, ...]) -> None:
     call.end_data()
 
 
-def send_news(call: Call, news: News, sources: Mapping[str, str], progress: Progress) -> None:
+def send_delta(call: Call, delta: TreeDelta, sources: Mapping[str, str], progress: Progress) -> None:
     """Sends until the host says anything."""
-    for head, body in news.list_frames():
+    for head, body in delta.list_frames():
         call.send_data(body, **head)
-    _send_parts(call, news.blobs, sources, progress, until=call.pending)
+    _send_parts(call, delta.blobs, sources, progress, until=call.pending)
 
 
 def send_blobs(
@@ -172,16 +172,16 @@ _NAME = re.compile(rb"[0-9a-f]{40}\Z")
 
 
 @dataclass(frozen=True)
-class LastTree:
+class KnownTree:
     """The tree that one project last had on one host."""
 
     file: Path
 
     @staticmethod
-    def of(ssh: str | None, root: str, project: Path) -> LastTree:
+    def of(ssh: str | None, root: str, project: Path) -> KnownTree:
         key = "\0".join([ssh or "", root, str(project)])
         digest = hashlib.blake2b(os.fsencode(key), digest_size=16).hexdigest()
-        return LastTree(state_dir() / "trees" / digest)
+        return KnownTree(state_dir() / "trees" / digest)
 
     def name(self) -> str | None:
         """Its root hash; None when nothing of the project was ever sent there."""

@@ -16,7 +16,7 @@ from deployer.connection.call import Call
 from deployer.connection.host import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.connection.link import Link
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
-from deployer.launch.delta import LastTree, News, news_for, send_blobs, send_news, send_tree
+from deployer.launch.delta import KnownTree, TreeDelta, delta_for, send_blobs, send_delta, send_tree
 from deployer.launch.follow import Connect, Watcher, follow_to_end
 from deployer.launch.logview import LogView
 from deployer.project.manifest import Shipment
@@ -37,7 +37,7 @@ def launch_and_follow(
     view: LogView | None,
     watcher: Watcher,
     give_up_s: float = GIVE_UP_AFTER_S,
-    last: LastTree | None = None,
+    last: KnownTree | None = None,
     like: str = "",
 ) -> Status | None:
     """Starts the job and returns its final status; without a `view`, returns None once it is acknowledged.
@@ -51,26 +51,26 @@ def launch_and_follow(
     git = dict(git or {})
     patch = str(git.pop("patch", ""))
     request: dict[str, Any] = {"op": "launch", "plan": to_json(plan), "follow": view is not None}
-    news = news_for(last, plan.tree, shipment.trees.get(plan.tree, ()))
-    request.update(git=git, patch=bool(patch), ahead=news is not None)
+    delta = delta_for(last, plan.tree, shipment.trees.get(plan.tree, ()))
+    request.update(git=git, patch=bool(patch), ahead=delta is not None)
     if like:
         request["like"] = like
-    small = news is not None and news.is_small
+    small = delta is not None and delta.is_small
 
     def attempt() -> Link:
-        ahead = list(news.frames(shipment.sources)) if news is not None and small else ()
+        ahead = list(delta.frames(shipment.sources)) if delta is not None and small else ()
         link = connect(
             request=request,
             payload=payload or None,
             ahead=ahead,
-            agent_too=bool(news and not small),
+            agent_too=bool(delta and not small),
             asking=watcher.asking,
         )
-        if news is not None and small and news.blobs:
-            watcher.sending(news.size_bytes, news.size_bytes)
+        if delta is not None and small and delta.blobs:
+            watcher.sending(delta.size_bytes, delta.size_bytes)
         return link
 
-    link, call = _until_acknowledged(attempt, shipment, watcher, news=None if small else news)
+    link, call = _until_acknowledged(attempt, shipment, watcher, delta=None if small else delta)
     if last is not None:
         threading.Thread(target=last.remember, args=(plan.tree, shipment.trees[plan.tree])).start()
     if patch:
@@ -100,13 +100,13 @@ def _take_leave(link: Link, call: Call) -> None:
 
 
 def _until_acknowledged(
-    attempt: Callable[[], Link], shipment: Shipment, watcher: Watcher, *, news: News | None = None
+    attempt: Callable[[], Link], shipment: Shipment, watcher: Watcher, *, delta: TreeDelta | None = None
 ) -> tuple[Link, Call]:
     for number, wait_s in enumerate((*BACKOFF_S[:3], None)):
         link = talk = None
         try:
             link = attempt()
-            talk = _Talk(link.first, shipment, news, watcher)
+            talk = _Talk(link.first, shipment, delta, watcher)
             watcher.started(talk.acknowledgement())
             return link, link.first
         except (KeyboardInterrupt, OSError):
@@ -133,15 +133,15 @@ class _Talk:
     """The conversation up to the acknowledgement, in a separate thread: Ctrl-C, which comes to the main one, must not
     cut a frame, behind whose half no host would understand that the launch is cancelled."""
 
-    def __init__(self, call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> None:
+    def __init__(self, call: Call, shipment: Shipment, delta: TreeDelta | None, watcher: Watcher) -> None:
         self.ack: Ack | None = None
         self.error: BaseException | None = None
         self._ended = threading.Event()  # Ctrl-C may come while the thread is started, which then cannot be joined
-        self._thread = threading.Thread(target=self._run, args=(call, shipment, news, watcher), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(call, shipment, delta, watcher), daemon=True)
 
-    def _run(self, call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> None:
+    def _run(self, call: Call, shipment: Shipment, delta: TreeDelta | None, watcher: Watcher) -> None:
         try:
-            self.ack = _converse(call, shipment, news, watcher)
+            self.ack = _converse(call, shipment, delta, watcher)
         except BaseException as error:
             self.error = error
         finally:
@@ -164,10 +164,10 @@ class _Unclear(LostConnection):
     """The host has acknowledged in words that nobody understands: it has the job, or not, and is asked again."""
 
 
-def _converse(call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> Ack:
+def _converse(call: Call, shipment: Shipment, delta: TreeDelta | None, watcher: Watcher) -> Ack:
     """Sends what the host will ask for, and what it does ask for, up to its acknowledgement."""
-    if news is not None:
-        send_news(call, news, shipment.sources, watcher.sending)
+    if delta is not None:
+        send_delta(call, delta, shipment.sources, watcher.sending)
     entries: tuple[Entry, ...] = ()
     for name, value, _ in call.events():
         if name == "need_tree":

@@ -43,7 +43,7 @@ _STEP = re.compile(r"\D*(\d{1,18})\Z")
 
 
 @dataclass(frozen=True)
-class Wish:
+class PullRequest:
     """What of a job's files is wanted, and how."""
 
     checkpoints: str | None = None
@@ -79,7 +79,7 @@ class LeftOut:
 
 
 def choose(
-    files: Sequence[RemoteFile], wish: Wish, *, outputs: Sequence[str] = (), folds_case: bool = False
+    files: Sequence[RemoteFile], request: PullRequest, *, outputs: Sequence[str] = (), folds_case: bool = False
 ) -> tuple[list[RemoteFile], list[LeftOut]]:
     """The files to bring, and what stays on the host and why. UsageError for a checkpoint that is not there.
 
@@ -88,30 +88,30 @@ def choose(
     """
     units: dict[str, list[RemoteFile]] = {"": []}
     kept, left_out = _without_twins(files) if folds_case else (list(files), [])
-    kept = [file for file in kept if wish.paths or not _is_index(file)]
+    kept = [file for file in kept if request.paths or not _is_index(file)]
     named: list[tuple[str, RemoteFile]] = []
     for file in sorted(kept, key=_is_marker):  # last: while it is there, nothing of the checkpoint was removed
-        name = name_of(file.path, wish.paths, outputs)
+        name = name_of(file.path, request.paths, outputs)
         if name is not None and not file.unit.startswith("checkpoints/"):
             named.append((name, file))
         else:
             units.setdefault(file.unit, []).append(file)
     chosen = units.pop("")
-    room = _Room(wish.max_bytes, sum(file.size for file in chosen))
+    room = _Room(request.max_bytes, sum(file.size for file in chosen))
     chosen += _named_within(named, room, left_out)
     whole = [part for part in WHOLE_PARTS if part in units]
-    asked = [unit for unit in units if unit not in whole and name_of(unit, wish.paths) is not None]
-    for name in dict.fromkeys([*whole, *_checkpoints(units, wish, asked=asked)]):
+    asked = [unit for unit in units if unit not in whole and name_of(unit, request.paths) is not None]
+    for name in dict.fromkeys([*whole, *_checkpoints(units, request, asked=asked)]):
         unit_bytes = sum(file.size for file in units[name])
         if room.takes(unit_bytes):
             chosen += units[name]
         else:
-            is_wanted = name not in WHOLE_PARTS or name in wish.paths
+            is_wanted = name not in WHOLE_PARTS or name in request.paths
             left_out.append(LeftOut(name, len(units[name]), unit_bytes, BEYOND_LIMIT, wanted=is_wanted))
     for name in asked:
         if not any(map(_is_marker, units[name])):
             left_out.append(LeftOut(name, 0, 0, "a checkpoint comes whole, by its folder, once it is complete"))
-    if wish.checkpoints in ("all", "latest") and set(units) <= set(WHOLE_PARTS):
+    if request.checkpoints in ("all", "latest") and set(units) <= set(WHOLE_PARTS):
         left_out.append(LeftOut("checkpoints", 0, 0, "none is complete yet", wanted=False))  # nothing is there to bring
     return chosen, left_out
 
@@ -153,20 +153,20 @@ def _is_index(file: RemoteFile) -> bool:
     return file.path.startswith("logs/") and file.path.endswith(_STAYS)
 
 
-def _checkpoints(units: Mapping[str, Sequence[RemoteFile]], wish: Wish, *, asked: Sequence[str]) -> list[str]:
+def _checkpoints(units: Mapping[str, Sequence[RemoteFile]], request: PullRequest, *, asked: Sequence[str]) -> list[str]:
     """The wanted ones of the complete checkpoints, the newest first."""
     complete = [name for name, files in units.items() if name not in WHOLE_PARTS and any(map(_is_marker, files))]
     there = sorted(complete, key=_age, reverse=True)
-    if wish.checkpoints is None:
+    if request.checkpoints is None:
         return [name for name in there if name in asked]
-    if wish.checkpoints == "all":
+    if request.checkpoints == "all":
         return there
-    if wish.checkpoints == "latest":
+    if request.checkpoints == "latest":
         return there[:1]
-    wanted = [name for name in there if wish.checkpoints in (name.partition("/")[2], str(_age(name)[0]))]
-    if not wanted and not wish.may_lack:
+    wanted = [name for name in there if request.checkpoints in (name.partition("/")[2], str(_age(name)[0]))]
+    if not wanted and not request.may_lack:
         names = ", ".join(name.partition("/")[2] for name in there[:8]) or "none"
-        raise UsageError(f"the job has no complete checkpoint {wish.checkpoints!r}", hint=f"there are: {names}")
+        raise UsageError(f"the job has no complete checkpoint {request.checkpoints!r}", hint=f"there are: {names}")
     return wanted
 
 

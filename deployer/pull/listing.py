@@ -12,7 +12,7 @@ from deployer.agent.host.typed import Damage, from_json
 from deployer.agent.requests.files.view import LINKS, FileRow, Names, Stays
 from deployer.connection.call import Call
 from deployer.errors import HostError
-from deployer.pull.choice import ABSENT, DAMAGED, LINK, LeftOut, Wish, name_of
+from deployer.pull.choice import ABSENT, DAMAGED, LINK, LeftOut, PullRequest, name_of
 from deployer.pull.pieces import RemoteFile
 
 MAX_FILES = 100_000
@@ -35,10 +35,10 @@ class Listing:
     stays: Stays | None = None
 
 
-def read_listing(call: Call, wish: Wish) -> Listing:
+def read_listing(call: Call, request: PullRequest) -> Listing:
     """A row that is no file below what was asked for is left out, and the rest is there. HostError for an answer that
     is no listing at all, and for too many rows."""
-    reader = _Reader(wish)
+    reader = _Reader(request)
     for name, value, _ in call.events():
         try:
             if name == "files":
@@ -57,10 +57,10 @@ def read_listing(call: Call, wish: Wish) -> Listing:
 
 
 class _Reader:
-    def __init__(self, wish: Wish) -> None:
+    def __init__(self, request: PullRequest) -> None:
         self.outputs: tuple[str, ...] = ()
         self.stays: Stays | None = None
-        self._wish = wish
+        self._request = request
         self._files: dict[str, RemoteFile] = {}
         self._left_out: list[LeftOut] = []
         self._damaged = 0
@@ -70,7 +70,7 @@ class _Reader:
         for row in rows:
             self._rows += 1
             try:
-                file = parse_file(row, self._wish, self.outputs)
+                file = parse_file(row, self._request, self.outputs)
                 if file.path in self._files:
                     raise Damage("is listed twice", place=_short(file.path))
             except Damage as damage:
@@ -94,7 +94,7 @@ class _Reader:
             self._left_out.append(LeftOut(f"{links.more} more", links.more, 0, LINK))
 
     def take_absent(self, names: Sequence[str]) -> None:
-        asked = {*self.outputs, *self._wish.paths}
+        asked = {*self.outputs, *self._request.paths}
         self._left_out += [LeftOut(name, 0, 0, ABSENT) for name in names if name in asked]
 
     def listing(self) -> Listing:
@@ -104,7 +104,7 @@ class _Reader:
         return Listing(list(self._files.values()), self._left_out, self.outputs, self.stays)
 
 
-def parse_file(row: object, wish: Wish, outputs: Sequence[str] = ()) -> RemoteFile:
+def parse_file(row: object, request: PullRequest, outputs: Sequence[str] = ()) -> RemoteFile:
     """A file as a host lists it. Damage for what is no path below what was asked for, with numbers."""
     file = RemoteFile(*from_json(row, FileRow))
     if not is_path(file.path):
@@ -112,7 +112,7 @@ def parse_file(row: object, wish: Wish, outputs: Sequence[str] = ()) -> RemoteFi
         what = "has a control character in its name" if is_below else "is not a path below the job's folder"
         raise Damage(what, place=_short(file.path))
     part = file.path.split("/", 1)[0]
-    if part not in wish.parts and name_of(file.path, wish.paths, outputs) is None:
+    if part not in request.parts and name_of(file.path, request.paths, outputs) is None:
         raise Damage("was not asked for", place=_short(file.path))
     if file.size >= 1 << 62 or not file.inode.isdecimal():
         raise Damage(f"has the size {file.size} and the inode {_short(file.inode)}", place=_short(file.path))

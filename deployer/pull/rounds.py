@@ -15,7 +15,7 @@ from deployer.agent.requests.files.view import FilesRequest, Stays
 from deployer.connection.host import Host, Patience, Tell
 from deployer.connection.link import Link
 from deployer.errors import ConnectError, FerryError, LostConnection
-from deployer.pull.choice import LeftOut, Wish, choose
+from deployer.pull.choice import LeftOut, PullRequest, choose
 from deployer.pull.landing import HEADROOM_BYTES, CannotWrite, Landing
 from deployer.pull.listing import Listing, read_listing
 from deployer.pull.pieces import Download, RemoteFile, place_of
@@ -54,7 +54,7 @@ def pull(
     job_id: str,
     *,
     target: Path,
-    wish: Wish | None = None,
+    request: PullRequest | None = None,
     progress: Progress = lambda done, total: None,
     tell: Tell = lambda text: None,
     is_kept: bool = True,
@@ -67,7 +67,9 @@ def pull(
     notes what is home, if it `is_kept` here.
     """
     with Landing(target) as landing:
-        return _Pull(host, job_id, landing, wish or Wish(), progress=progress, tell=tell, is_kept=is_kept).run()
+        return _Pull(
+            host, job_id, landing, request or PullRequest(), progress=progress, tell=tell, is_kept=is_kept
+        ).run()
 
 
 class _Pull:
@@ -78,7 +80,7 @@ class _Pull:
         host: Host,
         job_id: str,
         landing: Landing,
-        wish: Wish,
+        request: PullRequest,
         *,
         progress: Progress,
         tell: Tell,
@@ -87,7 +89,7 @@ class _Pull:
         self._host = host
         self._job_id = job_id
         self._landing = landing
-        self._wish = wish
+        self._request = request
         self._progress = progress
         self._patience = Patience(tell)
         self._is_kept = is_kept
@@ -103,7 +105,7 @@ class _Pull:
             link, listing = self._list()
             try:
                 folds_case = self._landing.folds_case()
-                kept, left_out = choose(listing.files, self._wish, outputs=listing.outputs, folds_case=folds_case)
+                kept, left_out = choose(listing.files, self._request, outputs=listing.outputs, folds_case=folds_case)
                 failed = self._fetch(link, [file for file in kept if _whole(file) not in self._given_up])
                 if self._fetched_files and self._is_kept:
                     self._note(link, [file for file in kept if _whole(file) not in failed | self._given_up])
@@ -133,13 +135,13 @@ class _Pull:
 
     def _list(self) -> tuple[Link, Listing]:
         """An open link and the host's list, over connections that may break."""
-        wish = self._wish
-        asked = FilesRequest(self._job_id, wish.parts, wish.paths, outputs=not wish.paths, stays=wish.stays)
+        request = self._request
+        asked = FilesRequest(self._job_id, request.parts, request.paths, outputs=not request.paths, stays=request.stays)
         while True:
             try:
                 link = self._host.connect(request={"op": "files", **to_json(asked)})
                 self._connected = True
-                return link, read_listing(link.first, wish)
+                return link, read_listing(link.first, request)
             except (LostConnection, ConnectError) as error:
                 if not self._connected:
                     raise
@@ -198,7 +200,7 @@ class _Pull:
             self._host,
             self._job_id,
             downloads,
-            streams=self._wish.streams,
+            streams=self._request.streams,
             progress=self._progress,
             patience=self._patience,
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deployer.connection.host import Host
 from deployer.printable import Shown
-from deployer.pull.choice import ABSENT, Wish
+from deployer.pull.choice import ABSENT, PullRequest
 from deployer.pull.rounds import pull
 
 
@@ -16,6 +16,6 @@ def bring_some(
 ) -> dict[str, str]:
     """Brings the files of these paths, or below them, as far as they are there and within `most` bytes together; each
     lands in `folder` as `pull` would have it. Why each other one is not here."""
-    wish = Wish(paths=tuple(paths), max_bytes=most, streams=1)
-    pulled = pull(host, job_id, target=folder, wish=wish, tell=tell, is_kept=False)
+    request = PullRequest(paths=tuple(paths), max_bytes=most, streams=1)
+    pulled = pull(host, job_id, target=folder, request=request, tell=tell, is_kept=False)
     return {left.name: left.reason for left in pulled.left_out if left.reason != ABSENT}

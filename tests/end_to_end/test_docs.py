@@ -72,7 +72,7 @@ def test_vocabulary_has_the_states_that_a_job_can_have():
 
 
 def test_architecture_shows_every_file_that_the_host_and_the_trainer_keep_of_a_job():
-    table = " ".join(row[0] for row in table_below("The job folder", "architecture.md"))
+    table = " ".join(row[0] for row in table_below("The run folder", "architecture.md"))
     shown = {path.split("/")[0] for path in re.findall(r"`([^`]+)`", table)}
     job = Job("/jobs/a-job")
     inside = [path for path in vars(job).values() if path.startswith(f"{job.path}/")]

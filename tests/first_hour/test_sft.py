@@ -120,9 +120,9 @@ def test_word_that_is_no_key_is_told(project: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "hint"),
     [
-        ("--epochs", "did you mean train.epochs=VALUE?"),
-        ("--lora-rank", "did you mean lora.rank=VALUE?"),
-        ("--host", "did you mean --ssh VALUE?"),
+        ("--epochs", "did you mean: deploy.py sft --data a train.epochs=3"),
+        ("--lora-rank", "did you mean: deploy.py sft --data a lora.rank=3"),
+        ("--host", "did you mean: deploy.py sft --data a --ssh 3"),
         ("--qqq", "KEY=VALUE sets a key of the config; deploy.py keys WORD finds it"),
     ],
 )

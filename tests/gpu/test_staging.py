@@ -7,7 +7,7 @@ import torch
 
 from trainer.saver.region import Region
 from trainer.saver.staging import Staging
-from trainer.train.step import on_its_way
+from trainer.train.step import copy_to_host_async
 
 DEVICE = torch.device("cuda", 0)
 MIB = 2**20
@@ -103,9 +103,9 @@ def test_what_a_step_tells_does_not_wait_for_the_copy_of_a_save_to_the_host(stag
     size = 8 * 2**30
     state, values = torch.ones(size, dtype=torch.uint8, device=DEVICE), torch.tensor([1.5, float("nan")], device=DEVICE)
     staging.allocate(size, beside=False)
-    on_its_way(0, 0.1, 0.0, values.double()).read()  # takes memory and loads kernels, which wait for the device
+    copy_to_host_async(0, 0.1, 0.0, values.double()).read()  # takes memory and loads kernels, which wait for the device
     _, wait = staging.copy({"model": {"a": state}})
-    told = on_its_way(1, 0.1, 0.0, values.double())
+    told = copy_to_host_async(1, 0.1, 0.0, values.double())
     loss, other = told.read()
     assert loss == 1.5 and other != other
     assert not staging.region.bytes[-1]  # the last piece is still to come

@@ -24,7 +24,7 @@ AtPoint = Callable[[str], None]
 """Hears the name of each point that a save passes, in the thread that passes it."""
 
 
-def nothing(point: str) -> None:
+def ignore_point(point: str) -> None:
     """Where nobody listens."""
 
 
@@ -49,7 +49,7 @@ class Order:
         return self.folder / f".tmp_{step_name(self.step)}"
 
 
-def write(order: Order, state: State, group: Group, at: AtPoint = nothing) -> str:
+def write(order: Order, state: State, group: Group, at: AtPoint = ignore_point) -> str:
     """Write `folder/step_NNNNNN`; every rank calls this with its part of the state.
 
     Returns a note, on rank 0, when older checkpoints could not be deleted: this one is complete all the same.

@@ -42,10 +42,12 @@ what a config comes to. A file that says how a program of your own runs is a tas
 FSDP_WORDS = """\
 ## FSDP1's words, and what FSDP2 makes of them
 
-A file of `accelerate config` is taken as it is: `python train.py CONFIG --fsdp-config FILE`, and `deploy.py` alike.
-Its settings go over those of the config, and overrides go over both. Five of the words were keys
-once: `parallel.backward_prefetch` and `limit_all_gathers`, `use_orig_params`, `buffer_dtype`, `state_dict_type` beside
-it. In YAML and on the command line they are answered as here; a `.py` config leaves them out.
+`--fsdp-config FILE` reads a file of `accelerate config` as it is: `python train.py CONFIG --fsdp-config FILE`, and
+`torchferry CONFIG --fsdp-config FILE`. Its settings win over those of the config, and overrides win over both.
+
+Five of these words were `parallel.*` keys in earlier versions: `parallel.backward_prefetch`,
+`parallel.limit_all_gathers`, `parallel.use_orig_params`, `parallel.buffer_dtype` and `parallel.state_dict_type`. YAML
+and the command line still accept them, with the meanings of this table. Remove them from a `.py` config.
 
 | word | meaning here | elsewhere |
 |---|---|---|
@@ -54,8 +56,9 @@ it. In YAML and on the command line they are answered as here; a `.py` config le
 FORMER_KEYS = """\
 ## Keys of earlier versions
 
-YAML and the command line may still give them. Their former default, which each config.yaml of an earlier version
-holds, is passed over in silence.
+YAML and the command line still accept these keys, and the five `parallel.*` keys
+[above](#fsdp1s-words-and-what-fsdp2-makes-of-them). Remove them from a `.py` config. The former default of such a key
+is skipped silently, because every config.yaml of an earlier version contains it.
 
 | key | what its values come to |
 |---|---|

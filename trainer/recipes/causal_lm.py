@@ -27,7 +27,7 @@ from trainer.schema import Config
 from trainer.train import loop
 from trainer.train.build import build_run, seed_everything
 from trainer.train.evaluate import held_out_loss
-from trainer.train.plan_log import tell_plan
+from trainer.train.plan_log import log_plan
 from trainer.train.probe import probe
 from trainer.train.recipe import Basis, Recipe, read_basis
 from trainer.train.run import Evaluated, LossFn, Run
@@ -52,7 +52,7 @@ def train(recipe: Recipe, config: Config, run_dir: Path, dist: Dist) -> int:
     with closing(data), advice, fastest_kernels():
         run = build_run(recipe, memory.config, run_dir, dist, basis=basis, data=data)
         run.sample = sampler(run, prompts) if prompts else None
-        tell_plan(run, [*settled.lines, *memory.fit.lines])
+        log_plan(run, [*settled.lines, *memory.fit.lines])
         probe(run, memory)
         result = loop.train(run, watchers=step_watchers)
         return finish(run, result, shape=basis.shape, tokenizer=basis.tokenizer)

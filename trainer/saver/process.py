@@ -17,7 +17,7 @@ from typing import Any
 
 import trainer
 from trainer.checkpoint.states import State
-from trainer.checkpoint.write import AtPoint, Order, nothing
+from trainer.checkpoint.write import AtPoint, Order, ignore_point
 from trainer.run_folder import held_descriptors
 from trainer.saver.messages import Outcome, Point, Save, Setup, Up, receive, send
 from trainer.saver.region import Region
@@ -107,7 +107,7 @@ class SaverProcess:
         """Have a state written that is in the region; `at` hears of each point before it is passed."""
         new = region is not self._region
         try:
-            send(self._connection, Save(order, state, region.size if new else None, at is not nothing))
+            send(self._connection, Save(order, state, region.size if new else None, at is not ignore_point))
             if new:
                 send_handle(self._connection, region.descriptor, None)
                 self._region = region

@@ -13,7 +13,7 @@ import torch.distributed as torch_dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.checkpoint.errors import CheckpointError, first_cause
-from trainer.checkpoint.write import AtPoint, nothing, write
+from trainer.checkpoint.write import AtPoint, ignore_point, write
 from trainer.dist import Group
 from trainer.saver.messages import Outcome, Point, Save, Setup, Up, receive, send
 from trainer.saver.region import Region, unpack
@@ -65,7 +65,7 @@ def _joined(setup: Setup, connection: Connection) -> Group:
 
 def _carried_out(order: Save, region: Region, group: Group, connection: Connection) -> Outcome:
     """Write a checkpoint with the other savers; how that ended."""
-    at: AtPoint = _telling(connection) if order.tells_points else nothing
+    at: AtPoint = _telling(connection) if order.tells_points else ignore_point
     try:
         return Outcome(note=write(order.order, unpack(order.state, region), group, at))
     except CheckpointError as error:

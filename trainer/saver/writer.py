@@ -25,7 +25,7 @@ from trainer.checkpoint.errors import CheckpointError, SaverLostError, cannot_wr
 from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.shards import sharded_state
 from trainer.checkpoint.states import State, local_bytes, random_state
-from trainer.checkpoint.write import AtPoint, Order, nothing, write
+from trainer.checkpoint.write import AtPoint, Order, ignore_point, write
 from trainer.dist import Dist, control_timeout_s, gather, new_control_group
 from trainer.saver.copy_memory import expected_bytes, why_no_room
 from trainer.saver.messages import Outcome, Setup, meeting_at
@@ -39,7 +39,7 @@ _numbers = count()
 
 
 @dataclass(frozen=True)
-class Beside:
+class AsyncSave:
     """How saves beside the training are made; other values are for tests."""
 
     launch: Launch = launch_saver
@@ -78,7 +78,7 @@ class Writer:
     Without `beside` every save is waited for. `at` hears of the points of every save.
     """
 
-    def __init__(self, dist: Dist, *, beside: Beside | None, at: AtPoint = nothing) -> None:
+    def __init__(self, dist: Dist, *, beside: AsyncSave | None, at: AtPoint = ignore_point) -> None:
         self._dist = dist
         self._group = new_control_group(dist)
         self._at = at
@@ -163,7 +163,7 @@ class Writer:
         dist = self._dist
         order = Order(folder, step, dist.rank, dist.world_size, random_state(), json.loads(json.dumps(info)), keep)
         state = sharded_state(model, optimizer)
-        if self._goes_beside(local_bytes(state)):
+        if self._is_async(local_bytes(state)):
             packed, wait = self._staging.copy(state)
             self._at("staged")
             self._saving = self._threads.submit(self._have_written, order, packed, wait)
@@ -226,7 +226,7 @@ class Writer:
         except OSError as error:
             self._failed = f"could not be started: {error}"
 
-    def _goes_beside(self, size: int) -> bool:
+    def _is_async(self, size: int) -> bool:
         """Whether this save does; the same on all ranks."""
         if self._beside is None or self._ready is None:
             return False

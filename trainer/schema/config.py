@@ -31,7 +31,7 @@ class RunConfig:
     trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
     """Where the numbers go besides metrics.jsonl: RUN/tensorboard/, Weights & Biases."""
     sample_prompts: list[str] = field(default_factory=list)
-    """Texts that the model goes on from at each evaluation, at most 16 of 4000 characters: as the user's turn with
+    """Texts that the model continues at each evaluation, at most 16 of 4000 characters: as the user's turn with
     recipe=sft, else as plain text. What it says, the likeliest token each time, goes into RUN/samples.jsonl, the log
     and the trackers. The training is the same bit for bit; a token costs a forward over all prompts."""
     sample_tokens: int = key(64, limit=SAMPLE_TOKENS)

@@ -37,12 +37,12 @@ class SourceConfig:
     path: str
     """As the entries of `data.train`: a file, a data set or `builtin:stdlib-docs`."""
     weight: float | None = None
-    """Its share of the rows, relative to the other sources' weights; all sources have one or none has. None: every
-    source gives its own rows once an epoch."""
+    """Its share of the examples, relative to the other sources' weights; all sources have one or none has. None: every
+    source gives its own examples once an epoch."""
     repeat: float = 1.0
-    """How often an epoch holds each of its rows; 0.5: half of them. Not together with `weight`."""
+    """How often an epoch contains each of its examples; 0.5: half of them. Not together with `weight`."""
     limit: int | None = None
-    """Conversations read from it at most; None: all."""
+    """Read at most this many of its examples; None: all."""
 
 
 def as_sources(entries: Sequence[str | SourceConfig]) -> list[SourceConfig]:
@@ -52,17 +52,20 @@ def as_sources(entries: Sequence[str | SourceConfig]) -> list[SourceConfig]:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read, how it becomes tokens, and which of them are targets."""
+    """What is read, how it becomes tokens, and which of them are targets. An *example* is one record of the data: a
+    conversation, or a text. A *row* is one sequence of seq_len tokens that the model processes; with `packing` it may
+    contain several examples. Without `packing` a row contains one example, and may be shorter. A text of pretraining
+    that is longer than a row continues in other rows."""
 
     train: list[str | SourceConfig] = key(["builtin:stdlib-docs"], aliases=("dataset",))
     """JSONL, JSON, CSV or TSV files (also .gz, .bz2, .xz, .zst), Parquet files, patterns of them (`data/*.jsonl`),
     names or folders of Hugging Face data sets, or `builtin:stdlib-docs`; a mapping {path, weight, repeat, limit} in
     place of a text says how much of it. With recipe=pretrain: .tokens files as `train.py tokenize` makes them, .txt or
-    .md files or folders of them, or rows with a column `text`."""
+    .md files or folders of them, or examples with a column `text`."""
     eval: list[str | SourceConfig] = field(default_factory=list)
     """Held-out data, same kinds. Empty: `eval_fraction` of train (builtin: its held-out modules)."""
     eval_fraction: float = key(0.05, limit=SHARE)
-    """Share of the training rows held out when `eval` is empty; 0: no evaluation."""
+    """Share of the training examples held out when `eval` is empty; 0: no evaluation."""
     train_split: str = "train"
     """Split of the Hugging Face data sets in `train`, and of JSON files that hold several."""
     eval_split: str = "test"
@@ -70,7 +73,7 @@ class DataConfig:
     schema: Literal[
         "auto", "messages", "conversations", "prompt_completion", "instruction_output", "question_answer"
     ] = "auto"
-    """The columns of a row; `auto`: by their names. messages and conversations hold turns, the others two texts.
+    """The columns of an example; `auto`: by their names. messages and conversations hold turns, the others two texts.
     `system` and `tools` are read beside any of them; a turn with `weight: 0` (`train: false`, `loss: false`) is no
     target."""
     tokenizer: str = "auto"
@@ -86,20 +89,20 @@ class DataConfig:
     """Which of the assistant's turns are targets: all, or those after the last question. Templates of reasoning models
     leave the thoughts of earlier turns out."""
     seq_len: int = key(512, limit=AT_LEAST_2, aliases=("max_length", "max_seq_len", "max_seq_length"))
-    """Tokens per row of a batch."""
+    """Tokens per row, at most."""
     packing: bool = True
-    """Several conversations per row; they never see each other."""
+    """Several examples share a row, and no example sees another."""
     overlong: Literal["drop", "truncate"] = "truncate"
-    """A conversation longer than seq_len: left out and counted, or its end cut off."""
+    """A conversation longer than seq_len. `drop`: it is left out and counted; `truncate`: its end is cut off."""
     max_train_rows: int | None = key(None, limit=AT_LEAST_1)
-    """Conversations read from `train` at most; None: all."""
+    """Read at most this many examples from `train`, counted before packing; None: all."""
     max_eval_rows: int | None = key(256, limit=AT_LEAST_1)
-    """Held-out conversations at most; None: all."""
+    """Use at most this many held-out examples, counted before packing; None: all."""
     shuffle: bool = True
-    """A new order of the rows in every epoch, by train.seed; false: as read."""
+    """A new order of the examples in every epoch, by train.seed; false: as read."""
     workers: int = key(0, limit=AT_LEAST_0, aliases=("dataloader_num_workers",))
     """Processes that tokenize the data at the start; 0: the training process does it."""
     streaming: bool = False
     """Begin after the first window instead of reading everything first; each rank reads, needs `train.steps`."""
     stream_window: int = key(4096, limit=AT_LEAST_1)
-    """Conversations that are shuffled and packed together when streaming; two windows are held in memory."""
+    """Examples that are shuffled and packed together when streaming; two windows are held in memory."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 MODEL, DATA, TEXT = "Qwen/Qwen2.5-0.5B-Instruct", "my.jsonl", "builtin:stdlib-docs"
 ROWS = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
-CONVERSATIONS = f"# JSONL, JSON, CSV or Parquet; a row of it: {ROWS}"
+CONVERSATIONS = f"# JSONL, JSON, CSV or Parquet; one example: {ROWS}"
 TRAIN = "python train.py"
 HEAD = "# {about}. {first}\n# Every key: {program} keys\n"
 
@@ -24,8 +24,8 @@ model:
 data:
   {conversations}
   train: [{data}]
-  eval_fraction: 0.05  # of the rows, held out for the evaluations
-  seq_len: 1024  # tokens in a row of a batch; short conversations share one, but with packing: false
+  eval_fraction: 0.05  # of the examples, held out for the evaluations
+  seq_len: 1024  # tokens in a row; short conversations share a row, except with packing: false
 {lora}optim:
   learning_rate: {rate}
 train:

@@ -17,12 +17,13 @@ class ParallelConfig:
     ) = key(None, elsewhere=("fsdp_sharding_strategy", "ShardingStrategy"))
     """FSDP, in any case of letters. FULL_SHARD: a group's gathered parameters are freed after its forward.
     SHARD_GRAD_OP: they are kept until the step's last backward. NO_SHARD: ddp. HYBRID_SHARD and _HYBRID_SHARD_ZERO2:
-    the same two within each of `dp_replicate` replicas. None: as `reshard_after_forward` says, else FULL_SHARD."""
+    the same two within each of `dp_replicate` replicas. None: as `reshard_after_forward` says. Both None: with `memory`
+    auto, parameters stay gathered if nothing is recomputed and they fit; otherwise FULL_SHARD."""
     reshard_after_forward: bool | int | None = key(None, limit=AT_LEAST_0, elsewhere=("fsdp_reshard_after_forward",))
-    """FSDP: free a group's gathered parameters after its forward. A number: keep them sharded over so many ranks, so
-    that the backward gathers within those only. None: as `sharding_strategy` says, which it may not contradict; where
-    that says nothing either, `memory` auto keeps them, from a step's first forward to its last backward, where nothing
-    is recomputed and they fit."""
+    """FSDP: free a group's gathered parameters after its forward. A number: keep them sharded over this many ranks.
+    Then the backward gathers only within those. None: as `sharding_strategy` says; the two may not contradict each
+    other. Both None: with `memory` auto, parameters stay gathered from a step's first forward to its last backward, if
+    nothing is recomputed and they fit. Otherwise they are freed."""
     dp_replicate: int | None = key(None, limit=AT_LEAST_1)
     """Hybrid sharding: number of replicas, each sharded over the other ranks; it must divide the number of ranks."""
     reduce_dtype: Literal["fp32", "bf16"] = key("fp32", elsewhere=("MixedPrecision.reduce_dtype",))
@@ -52,9 +53,10 @@ class ParallelConfig:
     """FSDP: parameters, gradients and optimizer state live on the CPU, where the optimizer steps. None: false, unless
     `memory` is auto and nothing else fits."""
     memory: Literal["auto", "manual"] = "auto"
-    """On a GPU, auto: what is not set of `activation_checkpointing`, `reshard_after_forward`,
-    `reduce_every_micro_batch` and `cpu_offload` is chosen so that the run fits with the least recomputation, and after
-    a failure for want of memory the next attempt in the same run folder takes less. manual: nothing is chosen."""
+    """auto, on a GPU: a memory plan chooses those of `activation_checkpointing`, `reshard_after_forward`,
+    `reduce_every_micro_batch` and `cpu_offload` that are not set. It takes the least recomputation that fits. If the
+    run still runs out of memory, the next start in the same run folder takes the next memory plan. manual: nothing is
+    chosen."""
     activation_checkpointing: Literal["none", "budget", "selective", "full"] | None = key(
         None, aliases=("gradient_checkpointing",), elsewhere=("fsdp_activation_checkpointing",)
     )
@@ -67,7 +69,8 @@ class ParallelConfig:
     """FSDP: whether the gradients of each micro-batch are reduced, or wait, whole, for the step's last one (faster, and
     the memory of a whole gradient). None: they wait, unless `memory` is auto and they do not fit."""
     checkpoint_every: int = key(1, limit=AT_LEAST_1)
-    """Activation checkpointing of every n-th block."""
+    """Recompute every n-th block (see `activation_checkpointing`). Not about saved checkpoints: see
+    train.save_every."""
     compile: bool | None = key(None, aliases=("torch_compile",), elsewhere=("dynamo_backend",))
     """torch.compile each block. None: on a GPU for which Triton is installed; on the CPU it costs a minute."""
     cuda_graphs: bool | None = None

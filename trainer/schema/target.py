@@ -50,11 +50,11 @@ class TargetConfig:
     """Wait on the host until the GPUs are free, first in, first out, instead of refusing when they are not."""
     after: list[str] = key([], limit=JOB, supervised=True)
     """Ids of jobs of the same host and root. The job starts once all of them have succeeded, and never when one fails,
-    is stopped or is lost. GPUs are looked at then, as with `queue`."""
+    is stopped or is lost. Then it claims its GPUs, and waits for them in the queue even if `queue` is false."""
     max_restarts: int = key(0, limit=AT_LEAST_0, elsewhere=("torchrun --max-restarts",), supervised=True)
     """How often the host itself starts the job again after a failure, from the newest complete checkpoint."""
     max_runtime_s: float | None = key(None, limit=ABOVE_0, supervised=True)
-    """The job is asked to save and stop after so many seconds, all its attempts together; None: no limit."""
+    """The job is asked to save and stop after this many seconds, all its attempts together; None: no limit."""
     stall_timeout_s: float | None = key(None, limit=ABOVE_0, supervised=True)
     """An attempt without a step (your own program: without output) for this long ends as failed; None: no limit."""
     idle_timeout_s: float | None = key(None, limit=ABOVE_0, supervised=True)
@@ -67,6 +67,7 @@ class TargetConfig:
     env_file: str | None = key(None, aliases=("dotenv",), supervised=True)
     """A file of NAME=VALUE lines on the client, such as .env: variables of the job whose values are written nowhere."""
     setup: str | None = key(None, supervised=True)
-    """A shell command that runs on the host before the job, once for what it names: later jobs reuse what it made."""
+    """A shell command that runs on the host before the job. Later jobs reuse what it made. It runs again only if the
+    command, the interpreter, or a file or folder that the command names changes."""
     setup_timeout_s: float = key(3600.0, limit=ABOVE_0, supervised=True)
     """A setup that takes longer is ended, and the job fails."""

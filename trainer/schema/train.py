@@ -16,22 +16,24 @@ class TrainConfig:
     """Optimizer steps; None: given by `epochs`. A run may be resumed with more or fewer: the learning rate is then
     what a run of the new length has at that step."""
     epochs: float | None = key(None, limit=ABOVE_0, aliases=("num_epochs", "num_train_epochs"))
-    """Passes over the training rows; exclusive with steps."""
+    """Passes over the training examples; exclusive with steps."""
     micro_batch_size: int = key(4, limit=AT_LEAST_1, aliases=("batch_size", "per_device_train_batch_size"))
-    """Rows per rank per forward."""
+    """Rows that a rank processes at once. A row is one sequence of data.seq_len tokens; see `data`."""
     micro_batch_tokens: int | None = key(None, limit=AT_LEAST_1, aliases=("max_tokens",))
     """Tokens per rank per forward, padding counted: rows of like length together, instead of `micro_batch_size` rows.
     For unpacked rows (data.packing=false), and with global_batch_size. None: off."""
     grad_accum_steps: int | None = key(None, limit=AT_LEAST_1, aliases=("gradient_accumulation_steps",))
     """Forwards per optimizer step; None: from global_batch_size, else 1."""
     global_batch_size: int | None = key(None, limit=AT_LEAST_1)
-    """Rows per optimizer step over all ranks; need not divide by the ranks."""
+    """Rows per optimizer step over all ranks; need not be a multiple of the number of ranks."""
     precision: Literal["auto", "bf16", "fp32"] = key(
         "auto",
         aliases=("dtype", "mixed_precision", "bf16"),
         elsewhere=("MixedPrecision.param_dtype",),
     )
-    """Matrix products; parameters, optimizer state, norms, softmax and loss are fp32 always. `auto`: that of the
+    """Dtype of matrix products. Parameters, optimizer state, norms, softmax and loss are fp32, except where you set
+    lora.base_dtype (the frozen model), optim.optimizer=adamw8bit (its state) or parallel.reduce_dtype (the gradient
+    reduction). `auto`: that of the
     checkpoint that the run resumes; else bf16 where every device has it in hardware (NVIDIA from Ampere on, CPUs with
     AVX512-BF16, AMX or ARM's bf16), and fp32 elsewhere, where a product in bf16 takes 50 times as long."""
     float8: Literal["off", "auto", "on"] = "off"
@@ -52,17 +54,18 @@ class TrainConfig:
     eval_batches: int | None = key(None, limit=AT_LEAST_1)
     """Batches per rank of one evaluation; None: all."""
     save_every: int = key(100, limit=AT_LEAST_0, aliases=("save_steps",))
-    """Steps between checkpoints; 0: only at the end, which a stop is too."""
+    """Steps between checkpoints; 0: only at the end, or when the run is stopped."""
     async_save: bool = True
-    """Checkpoints are written while training goes on, by a process beside each rank (300 MiB) from a copy in the host's
-    memory (model and optimizer state of this rank, pinned on CUDA, by way of what GPU memory is free); one at a time.
-    False, or too little host memory for the copy: training waits."""
+    """Training continues while a checkpoint is written. Each rank copies its model and optimizer state into the host's
+    memory (pinned on CUDA; free GPU memory serves as a buffer). A separate process beside each rank (300 MiB) writes
+    the copy. One checkpoint is written at a time. False, or too little host memory for the copy: training waits."""
     keep_last: int = key(2, limit=AT_LEAST_0, aliases=("save_total_limit",))
     """Complete checkpoints kept, the newest; 0: all."""
     keep_best: int = key(0, limit=AT_LEAST_0)
-    """Kept besides: so many checkpoints of the lowest held-out loss, taken where evaluation and save fall together."""
+    """Also keep this many checkpoints with the lowest held-out loss, among the steps that have both an evaluation and a
+    save."""
     keep_every: int = key(0, limit=AT_LEAST_0)
-    """Kept besides, for ever: those of steps that this divides; 0: none."""
+    """Also keep, without limit, every checkpoint whose step is a multiple of this; 0: none."""
     resume: str = key("auto", aliases=("resume_from_checkpoint",))
     """`auto`: from the newest complete checkpoint of the run folder, if any; a damaged one is named, set aside as
     `.bad_step_N`, and the one before is taken. `never`; or a checkpoint's path, which must be whole."""

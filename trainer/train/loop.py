@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from trainer.checkpoint.write import AtPoint, nothing
+from trainer.checkpoint.write import AtPoint, ignore_point
 from trainer.dist import FlagBoard
 from trainer.failures.diagnose import has_failed
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate
-from trainer.saver.writer import Beside
+from trainer.saver.writer import AsyncSave
 from trainer.schema import STOP_FILE
 from trainer.train.evaluate import Evaluator
 from trainer.train.run import Result, Run
@@ -28,8 +28,8 @@ def train(
     run: Run,
     *,
     watchers: Callable[[Run], Sequence[StepWatcher]] = lambda run: (),
-    at: AtPoint = nothing,
-    beside: Beside = DEFAULT,
+    at: AtPoint = ignore_point,
+    beside: AsyncSave = DEFAULT,
 ) -> Result:
     """Train from `run.start_step` to the last step, or until asked to stop; evaluated and saved on the way.
 
@@ -115,7 +115,7 @@ class Border:
         ends, evaluates, saves = stopping or step == total, evaluator.is_due(step), saver.is_due(step)
         # a save would have the next attempt start behind a step that ends the run
         must_judge_first = run.config.train.max_nonfinite_steps == 1
-        if saves and not (ends or evaluates or must_judge_first) and saver.goes_beside():
+        if saves and not (ends or evaluates or must_judge_first) and saver.is_async():
             saver.save(step, must_succeed=False)  # without a drain: the device may still be busy with the step
         elif ends or evaluates or saves:
             steps.drain(at_end=ends)

@@ -58,7 +58,7 @@ def summarize(module: nn.Module) -> ParameterSummary:
     return ParameterSummary(total, trainable, by_dtype, example)
 
 
-def tell_plan(train: Run, chosen: Sequence[str] = ()) -> None:
+def log_plan(train: Run, chosen: Sequence[str] = ()) -> None:
     """Say what is about to happen, before the first step. `chosen`: what `auto` became, for precision and memory."""
     config, loader = train.config, train.data.train
     notes = [

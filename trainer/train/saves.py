@@ -8,14 +8,14 @@ from typing import Any
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.resume import RECIPE
 from trainer.checkpoint.retention import METRIC, Keep
-from trainer.checkpoint.write import AtPoint, nothing
+from trainer.checkpoint.write import AtPoint, ignore_point
 from trainer.config.train import saves_the_best
-from trainer.saver.writer import Beside, Writer
+from trainer.saver.writer import AsyncSave, Writer
 from trainer.schema import CHECKPOINTS_DIR
 from trainer.train.run import Run
 from trainer.train.values import PeakMemory
 
-DEFAULT = Beside()
+DEFAULT = AsyncSave()
 WORTH_SAYING_S = 1.0
 """Shorter waits for a save are not told."""
 PATIENCE_S = (10.0, 30.0)
@@ -29,8 +29,8 @@ class Saver:
         self,
         run: Run,
         *,
-        at: AtPoint = nothing,
-        beside: Beside = DEFAULT,
+        at: AtPoint = ignore_point,
+        beside: AsyncSave = DEFAULT,
         memory: PeakMemory | None = None,
         patience_s: tuple[float, float] = PATIENCE_S,
     ) -> None:
@@ -48,7 +48,7 @@ class Saver:
         """Whether each best evaluation so far is to be saved."""
         self._keep = Keep(train.keep_last, max(train.keep_best, int(self.keeps_best)), train.keep_every)
 
-    def goes_beside(self) -> bool:
+    def is_async(self) -> bool:
         """Whether training would go on beside a save that began now; the same on every rank.
 
         Waits for the save before: with it a saver may be lost, which the ranks hear of at different moments.

@@ -104,7 +104,7 @@ def train_step(run: Run, step: int, *, lr: float) -> StepValues:
         apply_update(run.optimizer, lr, finite)
     loss_and_counts, the_others = sums[:3], sums[3:]
     values = torch.cat([loss_and_counts, torch.stack([norm.double(), finite.double()]), the_others])
-    return on_its_way(step + 1, lr, waited, values, terms=tuple(terms))
+    return copy_to_host_async(step + 1, lr, waited, values, terms=tuple(terms))
 
 
 def _own_slots(loss: torch.Tensor, busy: float, dist: Dist) -> torch.Tensor:
@@ -152,7 +152,9 @@ def apply_update(
     optimizer.zero_grad(set_to_none=True)
 
 
-def on_its_way(step: int, lr: float, waited: float, values: torch.Tensor, *, terms: tuple[str, ...] = ()) -> StepValues:
+def copy_to_host_async(
+    step: int, lr: float, waited: float, values: torch.Tensor, *, terms: tuple[str, ...] = ()
+) -> StepValues:
     """What a step has to tell, `values` as float64 on the device, which is not waited for."""
     if values.device.type != "cuda":
         return StepValues(step, lr, waited, values, None, time.perf_counter(), terms)

@@ -59,7 +59,7 @@ class IdleGpus:
         self._given_up = False
 
     def look(self) -> bool:
-        """Whether they have been idle for so long. To be called at every turn: it waits for nothing."""
+        """Whether they have been idle for --idle-timeout. Call it at every turn: it does not block."""
         if self._given_up:
             return False
         if self._question is None:

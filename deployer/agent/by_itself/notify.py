@@ -1,4 +1,4 @@
-"""A job's events on their way to URLs: each in a process of its own, for which the job never waits.
+"""Sends a job's events to URLs, each from its own process. The job never waits for one.
 
 The URLs are secrets: the supervisor has them in its memory, and hands them on through a pipe.
 Stdlib only, Python 3.8, Linux.

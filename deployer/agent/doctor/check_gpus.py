@@ -146,7 +146,7 @@ def check_cuda(pythons: Sequence[Python], facts: GpuFacts) -> Optional[Check]:
         return None
     built = [(cuda_of(p.packages), p) for p in having if "+cpu" not in p.packages["torch"]]
     if not built:
-        hint = "jobs build an environment of their own, or name an interpreter with --python"
+        hint = "jobs build their own environment, or name an interpreter with --python"
         return check("torch and driver", WARN, "torch here is for the CPU only, and there are GPUs", hint)
     limit = facts.report.cuda
     if not re.match(r"\d", limit) or not all(cuda for cuda, _ in built):

@@ -23,7 +23,7 @@ MIN_AGE_S = {
     SPARE: 7 * DAY_S,
     CACHE: 30 * DAY_S,  # no job needs one: without it the next start takes longer
 }
-"""What nobody needs stays for so long all the same: who made it may be about to use it."""
+"""Seconds for which unneeded files stay anyway: whoever made them may be about to use them."""
 
 
 class JobItem(NamedTuple):

@@ -43,7 +43,7 @@ from .view import GcReport, GoneJob, KeptJobs
 MOST_LOOKED_INTO = 100
 """Jobs, for what nobody has fetched of them."""
 LOOK_S = 2.0
-"""For so long somebody who only looks at a job, to see how it ended, may hold its lock."""
+"""Seconds to wait for a lock of a job: a process that only reads how the job ended may hold it for a moment."""
 
 
 class _Asked(NamedTuple):

@@ -270,7 +270,7 @@ def _read_all(places: Places) -> List[Claim]:
 
 
 def _read(place: Place, name: str) -> Optional[Claim]:
-    """None for a stale claim, which is removed when it is ours, and for what is none. AgentError where that cannot be
+    """None for a stale claim, which is removed when it is ours, and for any other file. AgentError where that cannot be
     told: it could be somebody's."""
     try:
         fd = os.open(name, _READ, dir_fd=place.fd)
@@ -328,7 +328,7 @@ def _stranger(pids: Sequence[int], uid: int) -> str:
 
 
 def parse_claim(data: bytes) -> Optional[Claim]:
-    """A claim as its file has it; None for what is none. The job's name loses what could drive a terminal."""
+    """The claim in a file; None if there is none. The job's name loses what could drive a terminal."""
     try:
         kind, job, devices, auto, number, *_ = parse(data, Claim, most=MAX_BYTES)
     except Damage:

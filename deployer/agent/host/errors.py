@@ -12,7 +12,7 @@ class AgentError(Exception):
 
 
 class SetupFailed(AgentError):
-    """A job's setup command has ended with `code`; 0 where no code of its own tells."""
+    """A job's setup command has ended with `code`; 0 where it left no code."""
 
     def __init__(self, code: int, message: str, hint: str = "") -> None:
         AgentError.__init__(self, "host", message, hint)

@@ -144,7 +144,7 @@ def in_group(processes: Iterable[Process], folder: str) -> List[Process]:
 
 
 def is_here(process: Process) -> bool:
-    """Whether it runs under this host's name: containers that share their processes are hosts of their own."""
+    """Whether it runs under this host's name: containers that share their processes are separate hosts."""
     try:
         return os.readlink("/proc/%d/ns/uts" % process.pid) == os.readlink("/proc/self/ns/uts")
     except OSError:

@@ -18,7 +18,7 @@ _BOOT = (
 
 
 def own_process_argv(module: str, *args: str, options: Sequence[str] = (), nice: int = 0) -> List[str]:
-    """The command that runs `main(*args)` of one of this package's modules in a Python of its own."""
+    """The command that runs `main(*args)` of one of this package's modules in a separate Python."""
     importable_from = os.path.abspath(__file__)
     for _ in __name__.split("."):
         importable_from = os.path.dirname(importable_from)

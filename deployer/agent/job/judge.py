@@ -1,6 +1,6 @@
 """The truth about a job: what its supervisor wrote, checked against what still runs.
 
-A host judges only jobs of its own machine id: homes may be shared. Stdlib only, Python 3.8, Linux.
+A host judges only the jobs of its machine id: homes may be shared. Stdlib only, Python 3.8, Linux.
 """
 
 import fcntl

@@ -137,8 +137,8 @@ def last_step(job: Job) -> Optional[int]:
 
 
 def resumes_from(job: Job, plan: Plan, *, restarted: bool) -> Optional[int]:
-    """The step of the checkpoint of its own that an attempt goes on from; None for one that begins elsewhere, and for
-    a program, of which nobody knows."""
+    """The step of the run's own checkpoint that an attempt continues from; None for one that starts elsewhere, and for
+    a program, whose checkpoints Torchferry cannot read."""
     if not is_trainer(plan):
         return None
     is_auto = _RESUMES_ELSEWHERE.search(plan.config_yaml or "") is None  # the default, where nobody gave it

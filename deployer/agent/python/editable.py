@@ -1,6 +1,6 @@
 """Editable installs in an environment that outlives the job whose copy of the project they point into.
 
-Each job runs in a copy of its own, which TORCHFERRY_RUN_DIR names: so what an installer wrote of the first one's path
+Each job runs in its own copy, which TORCHFERRY_RUN_DIR names: so what an installer wrote of the first one's path
 is made to ask for that variable. Stdlib only, Python 3.8: this package runs on the host.
 """
 
@@ -48,7 +48,7 @@ def _share(path: str, folder: str) -> None:
     text = re.sub(begin, lambda match: "%s + %s%s" % (_RUN_DIR, match.group(1), _CODE), text)
     if folder in text:
         raise _refusal("points to the folder of the first job in %s" % os.path.basename(path))
-    # a file of its own: an installer's cache may share this one by a hard link
+    # a separate file: an installer's cache may share this one by a hard link
     write_whole(path, text.encode("utf-8", "surrogateescape"))
 
 

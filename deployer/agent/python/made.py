@@ -1,7 +1,7 @@
 """What a setup makes in the job's folder: kept beside its environment, and put into the jobs that come after.
 
-A job's code is a copy of its own, so what one job's setup has written there no other has. Large files are kept once and
-linked, small ones copied; folders are each job's own, so that jobs do not write into each other's.
+Each job has its own copy of the code, so no other job has what one job's setup wrote there. Large files are kept once
+and linked, small ones copied; each job has its own folders, so that jobs do not write into each other's.
 Stdlib only, Python 3.8: this package runs on the host.
 """
 

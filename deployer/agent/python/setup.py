@@ -1,6 +1,6 @@
 """A job's setup: a command that runs before the job, once for what it names and the interpreter that the job gets.
 
-It has an environment of its own over that interpreter, in `envs/KEY` as one that is built: whoever comes later with the
+It has its own environment over that interpreter, in `envs/KEY` as one that is built: whoever comes later with the
 same key reuses it. Stdlib only, Python 3.8, Linux: this package runs on the host.
 """
 

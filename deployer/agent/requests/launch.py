@@ -22,7 +22,7 @@ from ..job.record import RawPlan, Record, known_record, plan_hash, write_record
 from ..job.status import QUEUED, read_status
 from ..job.views import Ack, SlotValues
 from ..store import spare, tree
-from ..store.bring import bring_trees, pass_over
+from ..store.bring import bring_trees, drain
 from ..store.content import Store
 from ..supervisor import start
 from ..wire.conversation import Call
@@ -49,7 +49,7 @@ def launch(root: Root, call: Call) -> None:
     if not already:
         already = not _start_once(root, job, plan, request, call)
     elif request.ahead:
-        pass_over(call.receive(), call)
+        drain(call.receive(), call)
     if call.revoked:  # a client that is only gone may be asking again by now
         from ..job.stop import request_stop
 

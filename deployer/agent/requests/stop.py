@@ -25,8 +25,8 @@ from ..wire.conversation import Call
 from .jobs import GONE_S, adopt, find_job, sweep_ended, with_remaining
 
 HEARD_S = 5.0
-"""A supervisor that shows nothing of a stop for so long gets a TERM: it may look for the request where the job's folder
-was before."""
+"""A supervisor that does not react to a stop within this many seconds gets a TERM: it may look for the request where
+the job's folder was before."""
 OWN_S = 60.0
 """What a supervisor may take beyond the grace before its job is ended without it."""
 

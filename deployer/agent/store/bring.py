@@ -49,7 +49,7 @@ def _ask_for(store: Store, names: Sequence[str], call: Call) -> None:
         store.save_tree(entries)
 
 
-def pass_over(frames: Iterable[Frame], call: Call) -> None:
+def drain(frames: Iterable[Frame], call: Call) -> None:
     """Tells the client to send no more of what nobody asked for, and reads to its end."""
     call.send_event("enough")
     for _ in frames:
@@ -67,12 +67,12 @@ def _take_ahead(store: Store, name: str, call: Call) -> Optional[Spare]:
     frames = call.receive()
     announced, rest = _read_announcement(store, name, frames)
     if announced is None or store.has_tree(name):
-        pass_over(frames, call)
+        drain(frames, call)
         return None
     absent = set(store.missing(announced.entries))
     coming = sum(size for _, size in announced.blobs)
     if sum(size for digest, size in announced.blobs if digest in absent) * 2 < coming:
-        pass_over(frames, call)  # most of it is here: asking for the rest is faster
+        drain(frames, call)  # most of it is here: asking for the rest is faster
         return None
     planter = _planter(store, announced, absent)
     intake = Intake(store, announced.blobs, absent, planter)

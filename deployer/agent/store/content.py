@@ -116,7 +116,7 @@ class Store:
     def materialise(
         self, root_hash: str, dest: str, *, present: Sequence[Entry] = (), entries: Optional[Sequence[Entry]] = None
     ) -> None:
-        """Writes the tree's files into the folder `dest` (made if needed), as copies of their own; not those present.
+        """Writes the tree's files into the folder `dest` (made if needed), as separate copies; not those present.
         `entries`: the tree's, when they have been loaded already.
 
         Each blob is hashed as it is copied: AgentError of kind need when one is missing or damaged. No link in `dest`

@@ -68,7 +68,7 @@ def load_entries(data: bytes) -> List[Entry]:
 
 
 def unpacked(data: bytes) -> bytes:
-    """What was compressed, of entries or Changes. Damage for what is none, or too large."""
+    """What was compressed, of entries or Changes. Damage for anything else, or if it is too large."""
     try:
         text = zlib.decompressobj().decompress(data, MAX_BYTES + 1)
     except zlib.error as error:

@@ -132,7 +132,7 @@ class Resolving:
         log: str,
         setup: "Optional[SetupInput]" = None,
     ) -> None:
-        """`log` gets all output of the preparation. The child leads a process group of its own."""
+        """`log` gets all output of the preparation. The child leads its own process group."""
         self._log = log
         self._answer, writing = os.pipe()
 

@@ -285,7 +285,7 @@ class JobRun:
         self.given = self.given._replace(env=record.env if record else {}, base_env=base_env)
 
     def _limit_runtime(self) -> None:
-        """Asks for an orderly stop once all attempts together have run for so long."""
+        """Asks for an orderly stop when all attempts together have run for --max-runtime."""
         limit_s = self.plan.policy.max_runtime_s
         began_s = self.status.now.began_mono_s
         if limit_s is None or began_s is None or self._limited or time.monotonic() < began_s + limit_s:
@@ -316,15 +316,15 @@ class JobRun:
             return
         stop, request = self.attempt.stop, self._turn.asked.read()
         self._seen |= stop.seen if stop is not None else set()
-        told, self._remaining = end_all(
+        signalled, self._remaining = end_all(
             self._find_leftovers,
             term_s=stop.left_s() if stop is not None else SWEEP_S,
             settle_s=0.0 if request is not None and request.force else SETTLE_S,
             subreaper=Subreaper(self.job, self._turn.children.reap, self._turn.apart),
             seen=self._seen,
         )
-        self._swept += len(told)
-        self._seen |= told
+        self._swept += len(signalled)
+        self._seen |= signalled
 
     def _find_leftovers(self) -> List[Process]:
         if self.gpus is not None:

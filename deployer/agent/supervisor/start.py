@@ -1,4 +1,4 @@
-"""The supervisor's process: one per job, in a session of its own, depending on nobody; `life` is what it does.
+"""The supervisor's process: one per job, in its own session, depending on nobody; `life` is what it does.
 
 Stdlib only, Python 3.8, Linux.
 """

@@ -1,4 +1,4 @@
-"""One conversation over a pair of byte streams, agent side: reads frames in a thread of its own, hands requests out.
+"""One conversation over a pair of byte streams, agent side: reads frames in its own thread, hands requests out.
 
 A request opens a stream named by its `id`; frames of that id then flow both ways until the final `ok` or `error`.
 Bodies count against the stream's window, and each side grants what it has consumed, so no stream can fill the pipe.
@@ -149,7 +149,7 @@ def _control(head: Dict[str, Any]) -> Tuple[int, str, bool]:
 
 
 class Conversation:
-    """Reads requests until the client is gone, each handled in a thread of its own."""
+    """Reads requests until the client is gone, each handled in its own thread."""
 
     def __init__(self, stdin: BinaryIO, sender: Sender, handlers: Dict[str, Handler]) -> None:
         self._stdin = stdin

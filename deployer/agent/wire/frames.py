@@ -1,7 +1,7 @@
 """The language between client and agent: length-prefixed frames, a JSON head and a binary body each.
 
 A frame is two unsigned 32-bit big-endian lengths (head, body), the head as JSON object, then the body; at most 64 KiB
-in all. Whatever precedes the nonce that the client chose is login noise. Both ends read in a thread of their own, so
+in all. Whatever precedes the nonce that the client chose is login noise. Both ends read in their own thread, so
 that no end ever writes while the other one waits to be read.
 
 Stdlib only, Python 3.8: this package runs on the host.
@@ -38,7 +38,7 @@ class Control(NamedTuple):
     id: Optional[int] = None
     """Of the stream."""
     op: Optional[str] = None
-    """The head is a request, with parameters of its own."""
+    """The head is a request with its own parameters."""
     payload: bool = False
     """Further parameters follow in the stream."""
     end: bool = False

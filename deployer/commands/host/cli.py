@@ -182,7 +182,7 @@ def gpus(as_json: bool, **place: Any) -> None:
     "--keep-jobs",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Keep the newest N ended jobs; alone: remove the others.",
+    help="Never remove the newest N ended jobs; given alone, remove all other ended jobs.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
@@ -201,7 +201,7 @@ def gc(
     These are old files, data sets, environments, agents and leftovers. Without --ssh the command cleans this machine.
 
     Ended jobs are removed only with a limit: --older-than, --max-size or --keep-jobs. Their results are lost if you did
-    not pull them. What another job started from or still needs stays.
+    not pull them. A job whose files another job needs stays.
 
     \b
     Examples:

@@ -54,7 +54,7 @@ def with_launch(command: Callable[..., Any]) -> Callable[..., Any]:
             "--include",
             multiple=True,
             metavar="PATH",
-            help="Also send this ignored data set or model, once, by its hash. Repeatable.",
+            help="Also send this path though git ignores it, once, by its hash. Repeatable.",
         ),
         click.option(
             "--requirements", metavar="FILE", help="Packages that the job's Python must have; none: require nothing."
@@ -82,11 +82,11 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     """Run a config, a task file, or any program after --.
 
     CONFIG is a config of the trainer or a task file; KEY=VALUE overrides a key of the config. Without CONFIG and
-    program, the command runs torchferry.yaml of this folder.
+    program, the command runs torchferry.yaml of this folder. Without --ssh the job runs on this machine. Ctrl-C stops
+    showing a started job; the job keeps running.
 
-    A program runs in a copy of this folder, and $TORCHFERRY_RUN_DIR names its run folder. From there metrics.jsonl and
-    export/ are pulled at the end, and checkpoints/ with `pull`. --out PATH pulls PATH of the copy to
-    results/ID/code/PATH. At the end a line names what stays on the host.
+    A program runs in a copy of this folder, and $TORCHFERRY_RUN_DIR names its run folder. Its metrics.jsonl and export/
+    come home, and so does what --out names. The last lines name what stays on the host.
 
     \b
     Examples:
@@ -241,8 +241,8 @@ def resume(job_id: str | None, overrides: tuple[str, ...], give_up_s: float, **o
     """Start an ended job again from its newest checkpoint.
 
     Use it after a failure, a stop or a reboot. The job keeps its ID and its code. The trainer continues from the
-    newest complete checkpoint; your own program starts as it is. Without ID, the command takes the newest job launched
-    from this client.
+    newest complete checkpoint. Your own program starts from its beginning in the same run folder. Without ID, the
+    command takes the newest job launched from this client.
 
     \b
     Examples:
@@ -286,16 +286,16 @@ def resume(job_id: str | None, overrides: tuple[str, ...], give_up_s: float, **o
 def repeat(job_id: str, overrides: tuple[str, ...], with_changes: bool, give_up_s: float, **options: Any) -> None:
     """Launch a job again as a new job, whatever its state.
 
-    The new job has the same files, words and options on the same host; words given here change them. Nothing is sent,
-    because the host has the files. With --with-changes it uses this folder as it is now, and --ssh may name another
-    host.
+    The new job has the same files, arguments and options on the same host; what you give here replaces them. Nothing is
+    sent, because the host has the files. With --with-changes it uses this folder as it is now, and --ssh may name
+    another host.
 
-    Secrets come from this shell, --env values from the host. The command does not repeat --after, --notify and what a
-    later resume changed, except --env values.
+    Secrets come from this shell, --env values from the host. Not repeated: --after, --notify, and what a later resume
+    changed (but its --env values are).
 
     \b
     Examples:
-      deploy.py repeat ID train.steps=200 --gpus 2
+      deploy.py repeat ID train.steps=200 --gpus 2      # on the GPU of index 2
       deploy.py repeat ID --with-changes --ssh gpu2
     """
     context = click.get_current_context()

@@ -34,7 +34,7 @@ from deployer.exit_codes import NOT_HOME
 from deployer.jobs.registry import JobRecord
 from deployer.jobs.requests import last_lines
 from deployer.jobs.words import Anew, kept_words
-from deployer.launch.delta import LastTree
+from deployer.launch.delta import KnownTree
 from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
 from deployer.plan.env_file import EnvFile
@@ -196,7 +196,7 @@ def _launch(
             git=git_state(Path.cwd(), apart=hidden_paths(prepared, Path.cwd())),
             view=view,
             watcher=screen,
-            last=LastTree.of(host.ssh, host.root, Path.cwd()),
+            last=KnownTree.of(host.ssh, host.root, Path.cwd()),
             give_up_s=give_up_s,
             like=like,
         )
@@ -317,12 +317,12 @@ def _end(report: Report, final: Status, *, pulls: bool, limit: int | None, was_s
 def _bring_home(report: Report, limit: int | None) -> str:
     """A line on what is not here afterwards; empty when all is."""
     from deployer.commands.look.pull import bring_home, left_as_json  # after the job: no launch waits for them
-    from deployer.pull.choice import Wish
+    from deployer.pull.choice import PullRequest
 
     record = report.record
     try:
-        wish = Wish(max_bytes=limit, stays=True)
-        pulled, lacks = bring_home(report.host, record.job_id, target=Path(record.results), wish=wish)
+        request = PullRequest(max_bytes=limit, stays=True)
+        pulled, lacks = bring_home(report.host, record.job_id, target=Path(record.results), request=request)
     except FerryError as error:
         # the job has ended all the same: its own exit code is what the command returns
         terminal.show_error(error)

@@ -244,11 +244,11 @@ def pull(
       deploy.py pull ID 'plots/*.png' weights.pt --to results/best
     """
     from deployer.commands.look import pull as command
-    from deployer.pull.choice import Wish
+    from deployer.pull.choice import PullRequest
 
     if checkpoints and checkpoint:
         raise UsageError("give --checkpoints or --checkpoint, not both")
-    wish = Wish(
+    request = PullRequest(
         "all" if checkpoints else checkpoint,
         parse_size(pull_max or ("0" if paths else PULL_MAX)) or None,
         may_lack=watch,
@@ -265,7 +265,7 @@ def pull(
             host,
             id_of(job_id, record),
             target=Path(folder) if folder else None,
-            wish=wish,
+            request=request,
             every_s=every_s if watch else None,
             as_json=as_json,
             words=" ".join(filter(None, words)),

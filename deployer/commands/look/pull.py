@@ -17,7 +17,7 @@ from deployer.errors import ConnectError, FerryError, LostConnection, NotHome
 from deployer.exit_codes import NOT_HOME
 from deployer.jobs.requests import read_status
 from deployer.printable import shown
-from deployer.pull.choice import ABSENT, BEYOND_LIMIT, DAMAGED, GONE, LINK, LeftOut, Wish
+from deployer.pull.choice import ABSENT, BEYOND_LIMIT, DAMAGED, GONE, LINK, LeftOut, PullRequest
 from deployer.pull.landing import CannotWrite
 from deployer.pull.rounds import Pulled, pull
 
@@ -26,20 +26,27 @@ MOST_LINES = 8
 
 
 def pull_job(
-    host: Host, job_id: str, *, target: Path | None, wish: Wish, every_s: float | None, as_json: bool, words: str = ""
+    host: Host,
+    job_id: str,
+    *,
+    target: Path | None,
+    request: PullRequest,
+    every_s: float | None,
+    as_json: bool,
+    words: str = "",
 ) -> int:
     """Brings results home, to results/ID unless a target is given; with `every_s` until the job has ended. The exit
     code. `words`: what a command needs beside the id to find them again."""
     if target is None:  # the id may be the beginning of one
         job_id = read_status(host, job_id).job_id
         target = Path("results") / job_id
-    again = _again(job_id, wish, words)
+    again = _again(job_id, request, words)
     try:
         with ending_in_order():
             if every_s is not None:
-                pulled = _watch(host, job_id, target, wish, every_s=every_s)
+                pulled = _watch(host, job_id, target, request, every_s=every_s)
             else:
-                pulled = _pull(host, job_id, target, replace(wish, stays=not wish.paths))
+                pulled = _pull(host, job_id, target, replace(request, stays=not request.paths))
     except KeyboardInterrupt:
         terminal.notice(shown(""), shown(f"what has come is kept; go on with: {again}"))
         raise
@@ -56,11 +63,11 @@ def pull_job(
     return NOT_HOME if lacks else 0
 
 
-def bring_home(host: Host, job_id: str, *, target: Path, wish: Wish) -> tuple[Pulled, str]:
+def bring_home(host: Host, job_id: str, *, target: Path, request: PullRequest) -> tuple[Pulled, str]:
     """One pull, and words on what came and what stayed; with a last line on what was asked for and is not here, else
     an empty one."""
-    pulled = _pull(host, job_id, target, wish)
-    return pulled, _tell(pulled, job_id, target, _again(job_id, Wish()))
+    pulled = _pull(host, job_id, target, request)
+    return pulled, _tell(pulled, job_id, target, _again(job_id, PullRequest()))
 
 
 def not_home_line(job_id: str, what: str, why: FerryError | str) -> str:
@@ -70,26 +77,26 @@ def not_home_line(job_id: str, what: str, why: FerryError | str) -> str:
     return f"not home: {what} ({said}); bring them with: {terminal.invoked_as()} pull {job_id}{elsewhere}"
 
 
-def _again(job_id: str, wish: Wish, words: str = "") -> str:
+def _again(job_id: str, request: PullRequest, words: str = "") -> str:
     """The command that pulls the same again."""
-    checkpoint = {None: "", "all": "--checkpoints"}.get(wish.checkpoints, f"--checkpoint {wish.checkpoints}")
-    paths = " ".join(map(terminal.typed, wish.paths))
+    checkpoint = {None: "", "all": "--checkpoints"}.get(request.checkpoints, f"--checkpoint {request.checkpoints}")
+    paths = " ".join(map(terminal.typed, request.paths))
     return " ".join(filter(None, [terminal.invoked_as(), "pull", job_id, paths, checkpoint, words]))
 
 
-def _pull(host: Host, job_id: str, target: Path, wish: Wish) -> Pulled:
+def _pull(host: Host, job_id: str, target: Path, request: PullRequest) -> Pulled:
     with terminal.progress(shown("pulled")) as update:
-        return pull(host, job_id, target=target, wish=wish, progress=update, tell=terminal.notice)
+        return pull(host, job_id, target=target, request=request, progress=update, tell=terminal.notice)
 
 
-def _watch(host: Host, job_id: str, target: Path, wish: Wish, *, every_s: float) -> Pulled:
+def _watch(host: Host, job_id: str, target: Path, request: PullRequest, *, every_s: float) -> Pulled:
     """Pulls until the job has ended, and once more then."""
     patience = Patience(terminal.notice)
     pulled: Pulled | None = None
     while True:
         try:
             ended = read_status(host, job_id).status.state in FINAL  # asked first: what it wrote last must come too
-            pulled = _pull(host, job_id, target, replace(wish, stays=ended and not wish.paths))
+            pulled = _pull(host, job_id, target, replace(request, stays=ended and not request.paths))
             if ended:
                 return pulled
         except (LostConnection, ConnectError) as error:

@@ -26,7 +26,7 @@ from deployer.errors import ConnectError, FerryError, HostError, LostConnection,
 from deployer.forward.tunnel import LOOPBACK, Tunnel, listen
 from deployer.jobs.requests import read_status
 from deployer.printable import shown
-from deployer.pull.choice import Wish
+from deployer.pull.choice import PullRequest
 from deployer.pull.rounds import pull
 
 EVENTS = "tensorboard"
@@ -138,7 +138,13 @@ class _Files:
                 self._state = read_status(self._host, self._id).status.state
             ended = self._state in FINAL
             if self._host.ssh is not None:
-                pull(self._host, self._id, target=self._folder, wish=Wish(paths=(EVENTS,)), tell=terminal.notice)
+                pull(
+                    self._host,
+                    self._id,
+                    target=self._folder,
+                    request=PullRequest(paths=(EVENTS,)),
+                    tell=terminal.notice,
+                )
         except (LostConnection, ConnectError) as error:
             if not self._begun:
                 raise
@@ -250,7 +256,7 @@ def _start_there(link: Link, found: JobView, logdir: str, *, local_lacks_it: boo
         *lines, rest = (rest + data)[-(1 << 16) :].split(b"\n")
         said += lines
         if port := next((m for line in [*lines, rest] if (m := _URL.search(line))), None):
-            threading.Thread(target=_pass_over, args=(events,), daemon=True).start()
+            threading.Thread(target=_drain, args=(events,), daemon=True).start()
             return int(port[1])
     words = _words(said)
     if any("No module named 'tensorboard'" in line for line in words):
@@ -260,7 +266,7 @@ def _start_there(link: Link, found: JobView, logdir: str, *, local_lacks_it: boo
     raise HostError("TensorBoard ended on the host before it served", where=words)
 
 
-def _pass_over(events: Iterator[object]) -> None:
+def _drain(events: Iterator[object]) -> None:
     """What it says from now on is read by nobody, and must not fill the way."""
     with suppress(FerryError):
         for _ in events:

@@ -25,7 +25,7 @@ from deployer.fullscreen import DOWN, ENDED, UP, full_screen
 from deployer.jobs.registry import SeenJob, stamp
 from deployer.jobs.requests import stop_jobs
 from deployer.printable import shown
-from deployer.pull.choice import Wish
+from deployer.pull.choice import PullRequest
 from deployer.pull.landing import CannotWrite
 from deployer.pull.rounds import pull
 
@@ -204,8 +204,8 @@ class _Top:
             self._word = f"fetching: {terminal.size(done)} of {terminal.size(total)}"
 
         try:
-            wish = Wish(max_bytes=parse_size(PULL_MAX) or None)
-            pulled = pull(entry.host.another(), job_id, target=target, wish=wish, progress=tell)
+            request = PullRequest(max_bytes=parse_size(PULL_MAX) or None)
+            pulled = pull(entry.host.another(), job_id, target=target, request=request, progress=tell)
         except CannotWrite as error:
             return f"fetch: {error.message}"
         lacks = f"; not home: {terminal.counted(len(pulled.not_home), 'thing')}" if pulled.not_home else ""

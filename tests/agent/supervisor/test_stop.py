@@ -280,8 +280,8 @@ def test_stop_ends_what_a_job_left_that_was_killed_with_its_supervisor(ferry: Fe
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("stop",), "name the jobs"),
-        (("stop", "a", "--all"), "name the jobs"),
+        (("stop",), "stop needs the ID of a job, or --all"),
+        (("stop", "a", "--all"), "stop needs the ID of a job, or --all"),
         (("stop", "a", "--ssh", "h", "--force", "--grace", "5"), "--force gives no time"),
         (("stop", "a", "--grace", "nan"), "nan is not a number of seconds"),
         (("stop", "a", "--connect-timeout", "inf"), "inf is not a number of seconds"),

@@ -147,7 +147,7 @@ def test_shell_that_shows_help_says_where_and_when_a_job_was_launched(name: str,
     if name == "fish":
         script = place.run("completion", name).stdout
         assert fish_offers(place, script, "torchferry logs l") == ["lora-3\tgpu-box, 2026-01-32 14:30"]
-        assert fish_offers(place, script, "torchferry sto") == ["stop\tStop jobs; first they are asked to save."]
+        assert fish_offers(place, script, "torchferry sto") == ["stop\tStop jobs after giving them time to save."]
     else:
         with opened(name, place, tmp_path) as running:
             running.becomes("torchferry logs sft-")

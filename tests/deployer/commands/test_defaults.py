@@ -121,7 +121,7 @@ def test_every_entry_names_an_option_of_a_launch_and_its_key() -> None:
         ("env_file = 'a'", "tool.torchferry.env_file is no default", "--env-file says it for each job"),
         ("queue = 1", "tool.torchferry.queue is '1', expected true or false", ""),
         ("max_restarts = true", "tool.torchferry.max_restarts is 'True', expected a whole number", ""),
-        ("max_runtime = '2'", "tool.torchferry.max_runtime: '2' has no unit", "2s, 2m, 2h or 2d"),
+        ("max_runtime = '2'", "tool.torchferry.max_runtime: '2' has no unit", "write 2s, 2m, 2h or 2d"),
         ("python = ['a']", "tool.torchferry.python is \"['a']\", expected text", ""),
         ("gpus = {}", "tool.torchferry.gpus is '{}', expected GPUs", ""),
         ("env = {A = true}", "tool.torchferry.env is ", ""),

@@ -12,7 +12,7 @@ import pytest
 
 from deployer.connection.host import Host, Patience
 from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
-from deployer.pull.choice import BEYOND_LIMIT, Wish, choose
+from deployer.pull.choice import BEYOND_LIMIT, PullRequest, choose
 from deployer.pull.landing import CannotWrite, Landing
 from deployer.pull.pieces import PIECE_BYTES, RemoteFile
 from deployer.pull.rounds import pull
@@ -211,7 +211,7 @@ def test_checkpoints_come_whole_and_only_complete_ones(job, tmp_path):
         put_checkpoint(job, step)
     put_checkpoint(job, 30, complete=False)
     put(job / "checkpoints" / ".tmp_step_000040" / "COMPLETE", b"")
-    pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(checkpoints="all"))
+    pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(checkpoints="all"))
     assert {p.name for p in (tmp_path / "home" / "checkpoints").iterdir()} == {"step_000010", "step_000020"}
     assert files_below(tmp_path / "home" / "checkpoints" / "step_000020") == files_below(
         job / "checkpoints" / "step_000020"
@@ -222,21 +222,21 @@ def test_checkpoints_come_whole_and_only_complete_ones(job, tmp_path):
 def test_one_checkpoint_by_its_step(job, tmp_path, wanted, steps):
     for step in (10, 20):
         put_checkpoint(job, step)
-    pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(checkpoints=wanted))
+    pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(checkpoints=wanted))
     assert [p.name for p in (tmp_path / "home" / "checkpoints").iterdir()] == [f"step_{s:06d}" for s in steps]
 
 
 def test_checkpoint_that_is_not_there_is_named_with_those_that_are(job, tmp_path):
     put_checkpoint(job, 10)
     with pytest.raises(UsageError, match="no complete checkpoint '7'") as raised:
-        pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(checkpoints="7"))
+        pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(checkpoints="7"))
     assert raised.value.hint == "there are: step_000010"
 
 
 @pytest.mark.parametrize("wanted", ["latest", "all"])
 def test_results_come_without_a_complete_checkpoint_and_a_word_says_so(job, tmp_path, wanted):
     put_checkpoint(job, 3, complete=False)
-    (left,) = pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(checkpoints=wanted)).left_out
+    (left,) = pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(checkpoints=wanted)).left_out
     assert (left.name, left.reason) == ("checkpoints", "none is complete yet")
     assert (tmp_path / "home" / "metrics.jsonl").exists()
 
@@ -251,9 +251,15 @@ def test_broken_off_checkpoint_is_absent_and_comes_whole_the_next_time(job, tmp_
     folder = put_checkpoint(job, 10, size=6 << 20)
 
     with pytest.raises(FerryError, match="stopped"):
-        pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(checkpoints="all"), progress=stop_after(4 << 20))
+        pull(
+            host_of(job),
+            "j1",
+            target=tmp_path / "home",
+            request=PullRequest(checkpoints="all"),
+            progress=stop_after(4 << 20),
+        )
     assert not (tmp_path / "home" / "checkpoints").exists()
-    pulled = pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(checkpoints="all"))
+    pulled = pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(checkpoints="all"))
     assert files_below(tmp_path / "home" / "checkpoints" / "step_000010") == files_below(folder)
     assert pulled.fetched_bytes < 6 << 20
 
@@ -266,7 +272,7 @@ def test_checkpoint_pruned_meanwhile_is_left_out_with_a_word(job, tmp_path):
     def prune(done, total):
         shutil.rmtree(doomed, ignore_errors=True)
 
-    pulled = pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(checkpoints="all"), progress=prune)
+    pulled = pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(checkpoints="all"), progress=prune)
     assert [p.name for p in (tmp_path / "home" / "checkpoints").iterdir()] == ["step_000020"]
     ((name, reason),) = [(left.name, left.reason) for left in pulled.left_out]
     assert name == "checkpoints/step_000010" and "removed" in reason
@@ -274,10 +280,10 @@ def test_checkpoint_pruned_meanwhile_is_left_out_with_a_word(job, tmp_path):
 
 def test_checkpoint_saved_again_under_its_name_replaces_the_older_one(job, tmp_path):
     folder = put_checkpoint(job, 10)
-    pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(checkpoints="all"))
+    pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(checkpoints="all"))
     put(folder / "__0_0.distcp", noise(4000, 99))
     (folder / ".metadata").unlink()
-    pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(checkpoints="all"))
+    pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(checkpoints="all"))
     assert files_below(tmp_path / "home" / "checkpoints") == files_below(job / "checkpoints")
 
 
@@ -287,7 +293,7 @@ def test_limit_keeps_what_fits_whole_and_names_the_rest():
 
     files = [file("metrics.jsonl", 10), file("export/a", 40)]
     files += [file(f"checkpoints/step_{s}/{name}", 15) for s in (1, 2, 3) for name in ("COMPLETE", "w")]
-    kept, left_out = choose(files, Wish(checkpoints="all", max_bytes=85))
+    kept, left_out = choose(files, PullRequest(checkpoints="all", max_bytes=85))
     assert {f.unit for f in kept} == {"", "export", "checkpoints/step_3"}
     assert [(left.name, left.files, left.size_bytes, left.reason) for left in left_out] == [
         ("checkpoints/step_2", 2, 30, BEYOND_LIMIT),
@@ -306,7 +312,7 @@ def test_what_a_run_tells_of_itself_comes_home_and_its_token_files_do_not(job, t
 
 def test_names_that_are_one_on_this_disk_do_not_overwrite_each_other():
     files = [RemoteFile("logs/A", 1, 0, "1", 1), RemoteFile("logs/a", 2, 0, "2", 1)]
-    kept, left_out = choose(files, Wish(), folds_case=True)
+    kept, left_out = choose(files, PullRequest(), folds_case=True)
     assert [f.path for f in kept] == ["logs/A"] and [left.name for left in left_out] == ["logs/a"]
 
 
@@ -388,7 +394,7 @@ def test_much_data_comes_over_several_connections(job, tmp_path, monkeypatch, st
     with start_sshd(tmp_path, extra_config="LogLevel VERBOSE") as server:
         monkeypatch.setenv("TORCHFERRY_SSH_CONFIG", str(server.client_config_path))
         host = Host(ALIAS, str(job.parent.parent))
-        pull(host, "j1", target=tmp_path / "home", wish=Wish(streams=streams))
+        pull(host, "j1", target=tmp_path / "home", request=PullRequest(streams=streams))
         host.close()
         assert least <= connections(server) <= most
     assert files_below(tmp_path / "home") == files_below(job)

@@ -16,7 +16,7 @@ from deployer.commands.launch.run import follow_through
 from deployer.connection.host import Host
 from deployer.errors import UsageError
 from deployer.jobs.registry import JobRecord
-from deployer.pull.choice import BEYOND_LIMIT, Wish
+from deployer.pull.choice import BEYOND_LIMIT, PullRequest
 from deployer.pull.rounds import Pulled, pull
 from tests.support.accounts import ROOT_ONLY
 from tests.support.lying import lying_host
@@ -131,8 +131,8 @@ def test_paths_are_looked_for_in_the_jobs_folder_and_its_code(job, tmp_path):
     put(job / "out" / "a", 1)
     put(job / "code" / "out" / "b", 2)
     put(job / "code" / "shipped.py", 3)
-    wish = Wish(paths=("out", "export/model.safetensors", "nothing"))
-    pulled = pull(host_of(job), "j1", target=tmp_path / "home", wish=wish)
+    request = PullRequest(paths=("out", "export/model.safetensors", "nothing"))
+    pulled = pull(host_of(job), "j1", target=tmp_path / "home", request=request)
     came = {str(path.relative_to(tmp_path / "home")) for path in (tmp_path / "home").rglob("*") if path.is_file()}
     assert came == {"out/a", "code/out/b", "export/model.safetensors"}
     assert lacking(pulled) == {"nothing": "the job has no such file"}
@@ -142,7 +142,7 @@ def test_paths_are_looked_for_in_the_jobs_folder_and_its_code(job, tmp_path):
 def test_path_that_leaves_the_jobs_folder_is_refused_by_the_host_too(job, tmp_path, path):
     put(job.parent / "j2" / "secret", 1)
     with pytest.raises(Exception, match="not a path below the job's folder"):
-        pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(paths=(path,)))
+        pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(paths=(path,)))
 
 
 @pytest.mark.parametrize("path", ["../j2/secret", "a\0b", "\ud800"])
@@ -157,14 +157,14 @@ def test_link_out_of_the_jobs_folder_is_not_followed_and_is_not_home(job, tmp_pa
     put(tmp_path / "elsewhere" / "secret", 1)
     (job / "code").mkdir()
     (job / "code" / "data").symlink_to(tmp_path / "elsewhere")
-    pulled = pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(paths=("data", "data/secret")))
+    pulled = pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(paths=("data", "data/secret")))
     assert pulled.files == 0
     assert lacking(pulled) == dict.fromkeys(["code/data", "code/data/secret"], "a link; links are not followed")
 
 
 def test_name_that_could_drive_a_terminal_stays_with_its_own_reason(job, tmp_path):
     put(job / "code" / "out" / "a\nb", 1)
-    pulled = pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(paths=("out",)))
+    pulled = pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(paths=("out",)))
     [reason] = lacking(pulled).values()
     assert reason == r"damaged: 'code/out/a\nb' has a control character in its name"
 
@@ -177,18 +177,18 @@ def test_link_to_what_comes_by_its_own_name_lacks_nothing(job, tmp_path):
 def test_limit_leaves_the_larger_of_the_named_files(job, tmp_path):
     put(job / "out" / "large", 9000)
     put(job / "out" / "small", 10)
-    pulled = pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(paths=("out",), max_bytes=5000))
+    pulled = pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(paths=("out",), max_bytes=5000))
     assert lacking(pulled) == {"out": BEYOND_LIMIT} and (tmp_path / "home" / "out" / "small").exists()
 
 
 def test_export_beyond_the_limit_was_not_asked_for(job, tmp_path):
-    pulled = pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(max_bytes=1000))
+    pulled = pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(max_bytes=1000))
     assert [left.reason for left in pulled.left_out] == [BEYOND_LIMIT] and pulled.not_home == ()
 
 
 def test_incomplete_checkpoint_that_is_named_does_not_come(job, tmp_path):
     put(job / "checkpoints" / "step_1" / "w", 5)
-    pulled = pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(paths=("checkpoints/step_1",)))
+    pulled = pull(host_of(job), "j1", target=tmp_path / "home", request=PullRequest(paths=("checkpoints/step_1",)))
     assert lacking(pulled) == {"checkpoints/step_1": "a checkpoint comes whole, by its folder, once it is complete"}
 
 

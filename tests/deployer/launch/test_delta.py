@@ -15,7 +15,7 @@ from deployer.agent.store.tree import Entry, content_hash, root_hash
 from deployer.connection.link import Link
 from deployer.errors import HostError, UsageError
 from deployer.launch import delta
-from deployer.launch.delta import LastTree
+from deployer.launch.delta import KnownTree
 from deployer.launch.follow import Watcher
 from deployer.launch.start import launch_and_follow
 from deployer.plan.options import Options, read_config
@@ -53,7 +53,7 @@ class Place:
     """A project, a client's memory of it, and the root of a host."""
 
     def __init__(self, folder: Path) -> None:
-        self.project, self.root, self.last = folder / "project", folder / "root", LastTree(folder / "trees" / "x")
+        self.project, self.root, self.last = folder / "project", folder / "root", KnownTree(folder / "trees" / "x")
         self.last.file.parent.mkdir()
         self.project.mkdir()
         for number in range(40):
@@ -165,7 +165,7 @@ def test_same_job_asked_for_again_with_news_is_the_running_one(place):
             git={"patch": "diff"},
             view=None,
             watcher=Acks(),
-            last=LastTree(place.project.parent / "nothing"),
+            last=KnownTree(place.project.parent / "nothing"),
         )
     assert acks == [False, True]
 
@@ -188,6 +188,6 @@ def test_damaged_memory_is_no_memory(place):
 def test_memory_is_private_and_bounded(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHFERRY_STATE_DIR", str(tmp_path))
     for number in range(delta.KEPT + 3):
-        LastTree.of("host", "~/.torchferry", Path(f"/p{number}")).remember("0" * 40, ())
+        KnownTree.of("host", "~/.torchferry", Path(f"/p{number}")).remember("0" * 40, ())
     kept = list((tmp_path / "trees").iterdir())
     assert len(kept) == delta.KEPT and {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}

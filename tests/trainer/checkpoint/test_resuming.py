@@ -24,7 +24,7 @@ from trainer.errors import ConfigError, ModelError
 from trainer.recipes.causal_lm import CausalLM
 from trainer.schema import OptimConfig
 from trainer.train import loop
-from trainer.train.plan_log import tell_plan
+from trainer.train.plan_log import log_plan
 
 FIELDS = {"save_every": 2, "eval_every": 0, "keep_last": 0, "micro_batch_size": 6}
 
@@ -192,7 +192,7 @@ def test_whole_checkpoint_of_an_earlier_version_is_gone_on_from_with_a_note(rows
 
 @pytest.mark.parametrize(("steps", "is_over"), [(4, True), (6, False)])
 def test_run_that_has_all_its_steps_says_so_when_it_is_started_again(rows, run_dir, steps, is_over, capfd):
-    tell_plan(build(rows, run_dir, ALONE, backend="pytorch", **{**FIELDS, "steps": steps}))
+    log_plan(build(rows, run_dir, ALONE, backend="pytorch", **{**FIELDS, "steps": steps}))
     told = capfd.readouterr().out
     assert "resuming after step 4" in told
     assert ("step 4, the last: nothing is left to train; more train.steps or train.epochs goes on\n" in told) is is_over

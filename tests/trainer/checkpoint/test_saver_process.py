@@ -26,7 +26,7 @@ from trainer.checkpoint.load import read_info
 from trainer.dist import Dist
 from trainer.run_folder import release_all, taken_by
 from trainer.saver.process import Launched, launch_saver
-from trainer.saver.writer import Beside, Writer
+from trainer.saver.writer import AsyncSave, Writer
 from trainer.train import loop
 from trainer.train.saves import Saver
 from trainer.train.step import train_step
@@ -165,9 +165,9 @@ def hear_of_a_lost_saver(dist: Dist, rows: str, folder: str) -> tuple[bool, bool
     saver = Saver(run, at=at, beside=replace(FORKED, launch=lambda: launched))
     train_step(run, 0, lr=0.0)
     saver.save(1, must_succeed=False)
-    goes_beside = saver.goes_beside()
+    is_async = saver.is_async()
     saver.finish()
-    return goes_beside, saver.goes_beside()
+    return is_async, saver.is_async()
 
 
 def test_ranks_agree_on_the_next_save_though_they_hear_of_a_lost_saver_at_different_moments(rows, tmp_path):
@@ -177,7 +177,7 @@ def test_ranks_agree_on_the_next_save_though_they_hear_of_a_lost_saver_at_differ
 def test_small_state_does_not_wait_for_a_saver_that_is_not_up(tmp_path):
     ours, theirs = socket.socketpair()
     silent = Launched(Connection(ours.detach()), 0, lambda: theirs.close() or "")
-    writer = Writer(ALONE, beside=Beside(launch=lambda: silent))
+    writer = Writer(ALONE, beside=AsyncSave(launch=lambda: silent))
     begin(writer, tmp_path, 1, *start(ALONE))
     assert writer.has_ended()
     assert writer.result().note == ""
@@ -199,7 +199,7 @@ def test_run_saves_through_a_process_of_its_own_that_sees_no_gpu_and_heeds_no_si
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(launched.pid, number)
     run = build(rows, tmp_path, backend="pytorch", steps=2, save_every=1, eval_every=0)
-    loop.train(run, beside=Beside(launch=lambda: launched, wait_from_bytes=0))
+    loop.train(run, beside=AsyncSave(launch=lambda: launched, wait_from_bytes=0))
     path = newest_complete(tmp_path / "checkpoints")
     assert path.name == "step_000002"
     assert damages(path, read_info(path).files) == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from deployer.pull.choice import Wish
+from deployer.pull.choice import PullRequest
 from deployer.pull.pieces import RemoteFile
 from tests.support.configs import SMALL_MODEL, config_of, error_of
 from tests.support.ranks import run_ranks
@@ -153,7 +153,7 @@ def test_file_stays_small_and_a_full_disk_costs_the_samples_alone(tmp_path, monk
 
 
 def test_file_comes_home_with_the_results_and_is_topped_up():
-    assert SAMPLES_FILE in Wish().parts and RemoteFile(SAMPLES_FILE, 1, 0, "", 1).grows
+    assert SAMPLES_FILE in PullRequest().parts and RemoteFile(SAMPLES_FILE, 1, 0, "", 1).grows
 
 
 def test_what_is_compiled_is_set_aside_and_comes_back():
