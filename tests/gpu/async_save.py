@@ -29,7 +29,7 @@ from trainer.models.hf import init_random
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
-from trainer.saver.writer import Beside, Writer
+from trainer.saver.writer import AsyncSave, Writer
 from trainer.schema import Config, OptimConfig, ParallelConfig, TargetConfig, TrainConfig
 from trainer.tensors import local_tensor
 from trainer.train.step import apply_update
@@ -78,7 +78,7 @@ def measure(dist: Dist, folder: Path, shape: DecoderShape) -> dict[str, Any]:
     init_random(module, 0)
     optimizer = build_optimizer(module, config.optim)
     step = partial(one_step, backend, module, optimizer, batch_of(shape, dist))
-    writer = Writer(dist, beside=Beside(wait_from_bytes=0))
+    writer = Writer(dist, beside=AsyncSave(wait_from_bytes=0))
     began = time.perf_counter()
     result: dict[str, Any] = {"synchronous": writer.prepare(module, optimizer)}
     result["prepare_blocked_s"] = time.perf_counter() - began

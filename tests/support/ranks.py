@@ -29,7 +29,7 @@ from tests.support.limits import HANG_S
 from trainer.dist import Dist
 from trainer.saver.main import serve
 from trainer.saver.process import Launched
-from trainer.saver.writer import Beside
+from trainer.saver.writer import AsyncSave
 
 _ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 _PRELOAD = [
@@ -103,7 +103,7 @@ def forked_saver() -> Launched:
     return Launched(connection, process.pid or 0, end)
 
 
-FORKED = Beside(launch=forked_saver, wait_from_bytes=0)
+FORKED = AsyncSave(launch=forked_saver, wait_from_bytes=0)
 """Savers that were forked, and waited for though the state is small."""
 
 

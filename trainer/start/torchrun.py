@@ -69,9 +69,10 @@ def report(error: ChildFailedError, run_dir: Path) -> int:
     rank, failure = first_failure(error.failures, told_by=_read(run_dir / FAILURE_FILE).rank)
     if failure.exitcode >= 0:
         return failure.exitcode
-    write_line(sys.stderr, f"Error: rank {rank} was ended by {failure.signal_name()}")
-    if -failure.exitcode in LIKELY:
-        write_line(sys.stderr, f"hint: {LIKELY[-failure.exitcode]}")
+    with suppress(OSError):  # a terminal that is gone must not cost the exit code
+        write_line(sys.stderr, f"Error: rank {rank} was ended by {failure.signal_name()}")
+        if -failure.exitcode in LIKELY:
+            write_line(sys.stderr, f"hint: {LIKELY[-failure.exitcode]}")
     return 128 - failure.exitcode
 
 

@@ -135,4 +135,10 @@ PLANTED = {
         "    return None\n",
         seed=6,
     ),
+    "code lost with the terminal": Planted(
+        "trainer.start.torchrun",
+        "    with suppress(OSError):  # a terminal that is gone must not cost the exit code\n",
+        "    if True:\n",
+        seed=8006566,
+    ),
 }

@@ -222,7 +222,7 @@ def _recipe(config: Any, run_dir: Any, dist: Any) -> int:
         start_step=resumed.step if resumed else 0,
         is_due=lambda step, every: step == plan.steps or (every > 0 and step % every == 0),
     )
-    beside = load("trainer.saver.writer").Beside(wait_from_bytes=plan.wait_from_bytes)
+    beside = load("trainer.saver.writer").AsyncSave(wait_from_bytes=plan.wait_from_bytes)
     result = loop.train(run, beside=beside)
     return int(load("trainer.export.finish").finish(run, result, shape=None, tokenizer=None))
 
