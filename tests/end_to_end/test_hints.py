@@ -55,7 +55,11 @@ HINTS = [  # the words of `run`, what the hint is to say, and what is to be type
         "{}, one process for each GPU",
         (" ".join((*TORCHRUN, "m.py -a")),),
     ),
-    (("--torchrun", "--", "m.py"), "{}", ("--gpus 0,1",)),
+    (
+        ("--torchrun", "--", "m.py"),
+        "add {} for these two, or {} for the two freest",
+        ("--gpus 0,1", "--gpus auto:2"),
+    ),
     (("python3", "m.py"), "put -- before a program: deploy.py run {}", ("-- python3 m.py",)),
     (
         ("c.yaml",),
