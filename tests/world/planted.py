@@ -315,12 +315,6 @@ PLANTED = {
         "",
         seed=2449,
     ),
-    "GPUs taken again that another job has": Planted(
-        "deployer.agent.gpus.claim",
-        "                    if other.kind == LEASE and any(",
-        "                    if False and any(",
-        seed=7001647,
-    ),
     "supervisor that comes late": Planted(
         "deployer.agent.supervisor.start",
         "    if not launch_input.adopt and has_begun(job, launch_input.attempt):\n"
