@@ -48,7 +48,8 @@ def main(words: list[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads any more: its workers end so too
     if os.environ.get(HASH_SEED) != "0":  # the order of a set of texts is a part of a schedule
         os.environ[HASH_SEED] = "0"
-        ctypes.CDLL(None).personality(SAME_ADDRESSES)  # and of a set of what is hashed by its address
+        if sys.platform == "linux":
+            ctypes.CDLL(None).personality(SAME_ADDRESSES)  # and of a set of what is hashed by its address
         os.execv(sys.executable, [sys.executable, "-m", "tests.world", *words])
     if options.plant or options.planted:
         from tests.world.planted import CHOSEN, PLANTED

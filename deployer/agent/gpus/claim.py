@@ -226,11 +226,12 @@ class JobGpus:
         claim = Claim(SHARED if self._wanted.allow_busy else LEASE, self._wanted.job, tuple(devices))
         try:
             with claiming(AGAIN_S) as claims:
-                for other in _of_others(claims.read(), self._wanted.job) if claim.kind == LEASE else ():
-                    if other.kind == LEASE and any(any_overlap(device, other.devices) for device in devices):
-                        self.given_to = other.job
-                        return
-                self._held = claims.hold(claim, visible)
+                others = [other for other in _of_others(claims.read(), self._wanted.job) if other.kind == LEASE]
+                taken = [other.job for other in others if any(any_overlap(device, other.devices) for device in devices)]
+                if taken and claim.kind == LEASE:
+                    self.given_to = taken[0]
+                else:
+                    self._held = claims.hold(claim, visible)
         except (AgentError, OSError):
             self._held = Held(claim, visible)  # `keep` tries again
 

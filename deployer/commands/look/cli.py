@@ -209,7 +209,9 @@ def report(run: str | None, output: str | None, as_json: bool, **place: Any) -> 
 @at_a_place
 @click.option("--checkpoints", is_flag=True, help="Also pull every complete checkpoint.")
 @click.option("--checkpoint", metavar="STEP|latest", help="Also pull this checkpoint.")
-@click.option("--pull-max", metavar="SIZE", help=f"Size limit of the pull; 0: none [{PULL_MAX}; with PATH none].")
+@click.option(
+    "--pull-max", metavar="SIZE", help=f"Leave on the host what exceeds this; 0: no limit [{PULL_MAX}; with PATH none]."
+)
 @click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
 @click.option("--watch", is_flag=True, help="Pull new files repeatedly until the job has ended.")
 @EVERY
