@@ -291,9 +291,9 @@ def last_words(job_id: str, final: Status, host: Host) -> list[str]:
 
 def next_commands(job_id: str, final: Status | None = None, *, without: str = "") -> None:
     """Says what can be done next with a job; not `without`, the command that was just carried out."""
-    for line in next_lines(job_id, final):
-        if line != f"{without} {job_id}":
-            terminal.notice(shown(f"  {terminal.invoked_as()} {line}"))
+    left = [line for line in next_lines(job_id, final) if line != f"{without} {job_id}"]
+    for n, line in enumerate(left):
+        terminal.notice(shown(f"{'      ' if n else 'next: '}{terminal.invoked_as()} {line}"))
 
 
 def next_lines(job_id: str, final: Status | None) -> list[str]:

@@ -136,7 +136,7 @@ def test_signal_that_ends_the_program_is_in_the_code_of_its_shell(ferry: Ferry) 
 @pytest.mark.parametrize(
     ("task", "words", "said"),
     [
-        ("run: a\ngpus: 0,0", (), "gpus is [0, 0], it names 0 twice\n  in task.yaml:2"),
+        ("run: a\ngpus: 0,0", (), "gpus is [0, 0]: it names 0 twice\n  in task.yaml:2"),
         (
             "run: a\ngpus: 0-3",
             (),

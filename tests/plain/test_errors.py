@@ -235,7 +235,7 @@ def test_error_of_a_host_without_python(scene: Scene) -> None:
 
 
 NAMES = [*(case.name for case in CASES), "host_without_python"]
-WITHOUT_HINT = ("config_not_yaml", "config_wrong_type", "config_two_mistakes")
+WITHOUT_HINT = ("config_wrong_type", "config_two_mistakes")
 """Each of their lines says what is expected."""
 
 

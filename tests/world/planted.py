@@ -252,9 +252,9 @@ PLANTED = {
     "queue left before the lease is held": Planted(
         "deployer.agent.gpus.claim",
         "        with claiming() as claims:\n"
-        "            chosen = self._granted(self._others(claims.read(), ticket), sight, busy=sight.busy())\n"
+        "            chosen = self._granted(self._others(claims.read(), ticket), gpu_view, busy=gpu_view.busy())\n"
         "            if chosen is None:\n                return\n",
-        "        chosen = self._granted(self._others(read_claims(), ticket), sight, busy=sight.busy())\n"
+        "        chosen = self._granted(self._others(read_claims(), ticket), gpu_view, busy=gpu_view.busy())\n"
         "        if chosen is None:\n            return\n"
         "        ticket.release(ended=True)\n        time.sleep(1.0)\n        with claiming() as claims:\n",
         seed=114,

@@ -26,6 +26,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 MODULE_NAME = "torchferry_config"
 MAX_DEPTH = 8  # a config is three levels deep; an alias that holds itself has no end
 MAX_VALUES = 100_000
+OPEN_HINT = "check this line and the one above: an open bracket or quote, a missing space after a colon, the indent"
 MAX_BYTES = 4 << 20
 MAX_PYTHON_BYTES = 256 << 10
 LARGE = 8 << 10  # bytes of YAML; Python reads them at once whatever they are, and for more libyaml is faster
@@ -267,9 +268,11 @@ def _compose(source: bytes | str, place: str) -> yaml.Node | None:
         node: yaml.Node | None = yaml.compose(source, Loader=loader)
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the latter two: "\UFFFFFFFF" is no character
         mark = getattr(error, "problem_mark", None)
-        where = f"{place}:{mark.line + 1}" if mark and isinstance(source, bytes) else place
+        in_file = mark is not None and isinstance(source, bytes)
+        where = f"{place}:{mark.line + 1}" if in_file else place
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
-        raise ConfigError(f"not valid YAML: {problem}", where=where) from None
+        problem = problem.replace("'<stream end>'", "the end of the text")
+        raise ConfigError(f"not valid YAML: {problem}", where=where, hint=OPEN_HINT if in_file else "") from None
     return node
 
 

@@ -47,8 +47,8 @@ def gpu_rules(config: Config) -> Iterator[Broken]:
     for rank in ranks:
         name = str(rank).upper() if _index(rank) is None else str(_index(rank))
         if name in seen:
-            hint = "name each GPU once: it gets one process"
-            yield Broken(key, f"{key} is {show(ranks)}, it names {rank} twice", hint)
+            hint = "name each GPU once; each gets one process"
+            yield Broken(key, f"{key} is {show(ranks)}: it names {rank} twice", hint)
         seen.add(name)
     if len({_index(rank) is None for rank in ranks}) > 1:
         yield Broken(key, f"{key} is {show(ranks)}, CUDA takes indices or UUIDs, not both")

@@ -16,7 +16,7 @@ from ..host.layout import Root
 from ..host.typed import to_json
 from . import nvidia
 from .leases import MAX_NUMBER, Claims, Held, claiming, read_claims, show_again, take_over
-from .nvidia import Sight
+from .nvidia import GpuView
 from .queue import Devices, any_overlap, freest, grant, holds, queue_of, queue_view, refusal
 from .report import GpuClaim, GpuLimit, GpuReport, GpuRow, GpuTicket
 from .view import (
@@ -42,20 +42,20 @@ def claim_gpus(wanted: Wanted, env: Dict[str, str]) -> Held:
 
     AgentError when the host lacks them, or when they are not free, with who has them.
     """
-    sight = _see_for(wanted, env)
+    gpu_view = _read_for(wanted, env)
     if wanted.allow_busy:
-        return _beside(wanted, sight)
+        return _beside(wanted, gpu_view)
     with claiming() as claims:
         seen = _of_others(claims.read(), wanted.job)
         number = min(max((c.number for c in seen), default=0) + 1, MAX_NUMBER)
-        mine = Claim(TICKET, wanted.job, _devices(sight), auto_count(wanted.gpus), number)
+        mine = Claim(TICKET, wanted.job, _devices(gpu_view), auto_count(wanted.gpus), number)
         mine = mine._replace(file=_MINE, since=time.time())  # after those that have the last number too
-        chosen = grant([*seen, mine], sight.known, sight.busy()).get(_MINE)
+        chosen = grant([*seen, mine], gpu_view.known, gpu_view.busy()).get(_MINE)
         if chosen is not None:
-            return _lease(claims, wanted, chosen, sight)
+            return _lease(claims, wanted, chosen, gpu_view)
         if wanted.queue:
             return claims.hold(mine)
-    raise _refused(queue_view(mine, seen, sight), seen, sight)
+    raise _refused(queue_view(mine, seen, gpu_view), seen, gpu_view)
 
 
 @contextmanager
@@ -70,35 +70,35 @@ def claimed(wanted: Wanted, env: Dict[str, str]) -> Iterator[Held]:
 
 def would_get(wanted: Wanted, env: Dict[str, str]) -> str:
     """The GPUs that a job would get now, as CUDA_VISIBLE_DEVICES has them; those of `auto:N` though they be busy."""
-    sight = _see_for(wanted, env)
-    return _visible(wanted, _choose_beside(wanted, sight), sight)
+    gpu_view = _read_for(wanted, env)
+    return _visible(wanted, _choose_beside(wanted, gpu_view), gpu_view)
 
 
 def report(root: Root, call: "Call") -> None:
     """The host's GPUs, who holds and uses each, and the queue."""
     env = job_environment(dict(os.environ), container_env())
-    sight, claims = nvidia.see([], env, limited=True), read_claims()
+    gpu_view, claims = nvidia.read_gpus([], env, limited=True), read_claims()
     rows = []
-    for gpu in sight.gpus:
+    for gpu in gpu_view.gpus:
         holding = [c for c in claims if c.kind != TICKET and holds(c, gpu.device)]
         held = tuple(GpuClaim(c.job, c.user, c.since, c.kind == SHARED, c.devices) for c in holding)
-        rows.append(GpuRow(*gpu, held=held, processes=tuple(h for h in sight.using if h.gpu_uuid == gpu.uuid)))
-    index_of = {gpu.uuid: str(gpu.index) for gpu in sight.gpus}
+        rows.append(GpuRow(*gpu, held=held, processes=tuple(h for h in gpu_view.using if h.gpu_uuid == gpu.uuid)))
+    index_of = {gpu.uuid: str(gpu.index) for gpu in gpu_view.gpus}
     queue = [
         GpuTicket(
             t.job, t.user, t.since, "auto:%d" % t.auto if t.auto else ",".join(index_of.get(d, d) for d in t.devices)
         )
         for t in queue_of(claims)
     ]
-    limit = GpuLimit(sight.limit.text, tuple(gpu.label for gpu in sight.limit.gpus)) if sight.limit else None
+    limit = GpuLimit(gpu_view.limit.text, tuple(gpu.label for gpu in gpu_view.limit.gpus)) if gpu_view.limit else None
     call.send_event("gpus", to_json(GpuReport(tuple(rows), tuple(queue), limit)))
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _see_for(wanted: Wanted, env: Dict[str, str]) -> Sight:
-    return nvidia.see(wanted.gpus, env, on_cpu=wanted.on_cpu, limited=True)
+def _read_for(wanted: Wanted, env: Dict[str, str]) -> GpuView:
+    return nvidia.read_gpus(wanted.gpus, env, on_cpu=wanted.on_cpu, limited=True)
 
 
 def _of_others(claims: Sequence[Claim], job: str, *, but: str = "") -> List[Claim]:
@@ -107,50 +107,50 @@ def _of_others(claims: Sequence[Claim], job: str, *, but: str = "") -> List[Clai
     return [c for c in claims if (c.job, c.uid) != mine or c.file == but]
 
 
-def _devices(sight: Sight) -> Devices:
+def _devices(gpu_view: GpuView) -> Devices:
     """Those that are named; of auto:N those that they may come from, empty for all."""
-    chosen = sight.usable if sight.limit and not sight.named else sight.named
+    chosen = gpu_view.usable if gpu_view.limit and not gpu_view.named else gpu_view.named
     return tuple(gpu.device for gpu in chosen)
 
 
-def _lease(claims: Claims, wanted: Wanted, devices: Devices, sight: Sight, kind: ClaimKind = LEASE) -> Held:
-    return claims.hold(Claim(kind, wanted.job, devices), _visible(wanted, devices, sight))
+def _lease(claims: Claims, wanted: Wanted, devices: Devices, gpu_view: GpuView, kind: ClaimKind = LEASE) -> Held:
+    return claims.hold(Claim(kind, wanted.job, devices), _visible(wanted, devices, gpu_view))
 
 
-def _visible(wanted: Wanted, devices: Sequence[str], sight: Sight) -> str:
+def _visible(wanted: Wanted, devices: Sequence[str], gpu_view: GpuView) -> str:
     """CUDA_VISIBLE_DEVICES: as the plan names them, or the indices that were chosen for it."""
     if not auto_count(wanted.gpus):
         return ",".join(wanted.gpus)
-    return ",".join(gpu.label for gpu in sight.known if gpu.device in devices)
+    return ",".join(gpu.label for gpu in gpu_view.known if gpu.device in devices)
 
 
-def _beside(wanted: Wanted, sight: Sight) -> Held:
+def _beside(wanted: Wanted, gpu_view: GpuView) -> Held:
     """A claim that keeps nobody out. It is not worth a refusal when it cannot be made."""
-    devices = _choose_beside(wanted, sight)
+    devices = _choose_beside(wanted, gpu_view)
     try:
         with claiming() as claims:
-            return _lease(claims, wanted, devices, sight, SHARED)
+            return _lease(claims, wanted, devices, gpu_view, SHARED)
     except AgentError:
-        return Held(Claim(SHARED, wanted.job, devices), _visible(wanted, devices, sight))
+        return Held(Claim(SHARED, wanted.job, devices), _visible(wanted, devices, gpu_view))
 
 
-def _choose_beside(wanted: Wanted, sight: Sight) -> Devices:
+def _choose_beside(wanted: Wanted, gpu_view: GpuView) -> Devices:
     count = auto_count(wanted.gpus)
     if not count:
-        return tuple(gpu.device for gpu in sight.named)
+        return tuple(gpu.device for gpu in gpu_view.named)
     try:
         leased = [device for c in read_claims() if c.kind != TICKET for device in c.devices]
     except AgentError:
         leased = []
-    return freest(sight.usable, count, [*leased, *sight.busy()])
+    return freest(gpu_view.usable, count, [*leased, *gpu_view.busy()])
 
 
-def _refused(view: QueueView, claims: Sequence[Claim], sight: Sight) -> AgentError:
-    taken = [d for c in claims for d in (c.devices or [g.device for g in sight.gpus]) if c.kind != SHARED]
-    taken += list(sight.busy())
-    free = [gpu.label for gpu in sight.usable if not any_overlap(gpu.device, taken)]
-    offer = "free: --gpus %s; " % ",".join(free) if free else ""
-    hint = offer + "wait for them with --queue, or run beside them with --allow-busy"
+def _refused(view: QueueView, claims: Sequence[Claim], gpu_view: GpuView) -> AgentError:
+    taken = [d for c in claims for d in (c.devices or [g.device for g in gpu_view.gpus]) if c.kind != SHARED]
+    taken += list(gpu_view.busy())
+    free = [gpu.label for gpu in gpu_view.usable if not any_overlap(gpu.device, taken)]
+    offer = "these are free: --gpus %s. Or " % ",".join(free) if free else ""
+    hint = offer + "add --queue to wait, or --allow-busy to run beside what is there"
     return AgentError("host", refusal(view, time.time()), hint)
 
 
@@ -160,7 +160,7 @@ POLL_S = 1.0
 """So often a waiting job looks who holds its GPUs."""
 AGAIN_S = 2.0
 """So long a next supervisor waits for whoever looks and claims: somebody waits for it."""
-SIGHT_S = 10.0
+GPU_VIEW_S = 10.0
 """nvidia-smi is asked again so often while leases alone keep a job waiting; before a start it is asked always."""
 
 
@@ -177,7 +177,7 @@ class JobGpus:
         self._wanted = wanted
         self._env = env
         self._held = take_over(handed) if handed else None
-        self._sight: Optional[Sight] = None
+        self._gpu_view: Optional[GpuView] = None
         self._seen_at = self._looked_at = self._keep_again_at = float("-inf")
 
     @property
@@ -260,27 +260,27 @@ class JobGpus:
 
     def _look(self, ticket: Held) -> None:
         claims = self._others(read_claims(), ticket)
-        sight = self._sight
-        perhaps = sight is None or self._granted(claims, sight, busy=()) is not None
-        if sight is None or perhaps or time.monotonic() - self._seen_at > SIGHT_S:
-            sight = self._sight = _see_for(self._wanted, self._env)
+        gpu_view = self._gpu_view
+        perhaps = gpu_view is None or self._granted(claims, gpu_view, busy=()) is not None
+        if gpu_view is None or perhaps or time.monotonic() - self._seen_at > GPU_VIEW_S:
+            gpu_view = self._gpu_view = _read_for(self._wanted, self._env)
             self._seen_at = time.monotonic()
         if perhaps:
-            self._take(ticket, sight)
+            self._take(ticket, gpu_view)
         if self.waiting:
-            self.view = queue_view(ticket.claim, claims, sight, memory=False)
+            self.view = queue_view(ticket.claim, claims, gpu_view, memory=False)
 
-    def _take(self, ticket: Held, sight: Sight) -> None:
+    def _take(self, ticket: Held, gpu_view: GpuView) -> None:
         with claiming() as claims:
-            chosen = self._granted(self._others(claims.read(), ticket), sight, busy=sight.busy())
+            chosen = self._granted(self._others(claims.read(), ticket), gpu_view, busy=gpu_view.busy())
             if chosen is None:
                 return
-            self._held = _lease(claims, self._wanted, chosen, sight)
+            self._held = _lease(claims, self._wanted, chosen, gpu_view)
         ticket.release(ended=True)
 
     def _others(self, claims: Sequence[Claim], ticket: Held) -> List[Claim]:
         return _of_others(claims, self._wanted.job, but=ticket.claim.file)
 
-    def _granted(self, claims: Sequence[Claim], sight: Sight, *, busy: Collection[str]) -> Optional[Devices]:
+    def _granted(self, claims: Sequence[Claim], gpu_view: GpuView, *, busy: Collection[str]) -> Optional[Devices]:
         assert self._held is not None
-        return grant(claims, sight.known, busy).get(self._held.claim.file)
+        return grant(claims, gpu_view.known, busy).get(self._held.claim.file)

@@ -46,8 +46,8 @@ def wait_until_free(
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
-            sight = nvidia.see(names, env)
-            held = still_held(sight.named, sight.using, ours, allow_busy=allow_busy)
+            gpu_view = nvidia.read_gpus(names, env)
+            held = still_held(gpu_view.named, gpu_view.using, ours, allow_busy=allow_busy)
         except Exception:
             return None, []
         if not held or time.monotonic() >= deadline:

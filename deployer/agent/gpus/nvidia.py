@@ -87,7 +87,7 @@ class Limit(NamedTuple):
         return ", ".join(gpu.label for gpu in self.gpus) or "none"
 
 
-class Sight(NamedTuple):
+class GpuView(NamedTuple):
     """The GPUs of the host as nvidia-smi shows them at one moment."""
 
     gpus: Sequence[Gpu]
@@ -111,7 +111,9 @@ class Sight(NamedTuple):
         return {device: who for device, who in users.items() if who}
 
 
-def see(requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "--device cpu", limited: bool = False) -> Sight:
+def read_gpus(
+    requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "--device cpu", limited: bool = False
+) -> GpuView:
     """The host's GPUs and those asked for: by index, UUID or the beginning of one, or as auto:N.
 
     AgentError when the host has not what is asked for, or when one is named twice. `on_cpu` is the option of the job
@@ -138,9 +140,9 @@ def see(requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "--devic
         raise AgentError("host", "%s has no GPU%s" % (_machine(), lacks), hint)
     count, limit = auto_count(requested), read_limit(env, gpus) if limited else None
     named = [] if count else [_find(text, gpus, env, hint=_hint_of_count(requested)) for text in requested]
-    sight = Sight(gpus, named, using, limit)
-    if count > len(sight.usable):
-        raise AgentError("host", _too_few(sight, count), hint)
+    gpu_view = GpuView(gpus, named, using, limit)
+    if count > len(gpu_view.usable):
+        raise AgentError("host", _too_few(gpu_view, count), hint)
     for n, gpu in enumerate(named):
         if gpu.uuid in [other.uuid for other in named[:n]]:
             raise AgentError("usage", "GPU %s is named twice: %s" % (gpu.index, ", ".join(requested)), "name each once")
@@ -159,7 +161,7 @@ def see(requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "--devic
             message % (what, _machine(), limit.text, ",".join(requested), wanted),
             others + "; where that is no limit, unset the variable in the host's login",
         )
-    return sight
+    return gpu_view
 
 
 def read_limit(env: Dict[str, str], gpus: Sequence[Gpu]) -> Optional[Limit]:
@@ -177,11 +179,14 @@ def read_limit(env: Dict[str, str], gpus: Sequence[Gpu]) -> Optional[Limit]:
     return Limit(text[:200], list(dict.fromkeys(allowed)))
 
 
-def _too_few(sight: Sight, count: int) -> str:
-    faults = ", ".join("GPU %d does not answer" % gpu.index for gpu in sight.gpus if gpu.fault)
-    has = "%s has %d GPUs%s" % (_machine(), len(sight.gpus), ", " + faults if faults else "")
-    if sight.limit:
-        has += ", of which this login may use %s (CUDA_VISIBLE_DEVICES=%s)" % (sight.limit.labels, sight.limit.text)
+def _too_few(gpu_view: GpuView, count: int) -> str:
+    faults = ", ".join("GPU %d does not answer" % gpu.index for gpu in gpu_view.gpus if gpu.fault)
+    has = "%s has %d GPUs%s" % (_machine(), len(gpu_view.gpus), ", " + faults if faults else "")
+    if gpu_view.limit:
+        has += ", of which this login may use %s (CUDA_VISIBLE_DEVICES=%s)" % (
+            gpu_view.limit.labels,
+            gpu_view.limit.text,
+        )
     return "%s, fewer than auto:%d asks for" % (has, count)
 
 
@@ -191,7 +196,7 @@ def _hint_of_count(requested: Sequence[str]) -> str:
     if not re.match(r"[1-9][0-9]?\Z", alone):
         return ""
     count = "%s GPUs" % alone if alone != "1" else "one GPU"
-    return "; that is the GPU of index %s, --gpus auto:%s asks for %s" % (alone, alone, count)
+    return ". %s is the index of one GPU; --gpus auto:%s asks for %s" % (alone, alone, count)
 
 
 def _find(text: str, gpus: Sequence[Gpu], env: Dict[str, str], *, hint: str = "") -> Gpu:
@@ -205,7 +210,7 @@ def _find(text: str, gpus: Sequence[Gpu], env: Dict[str, str], *, hint: str = ""
     raise AgentError(
         "host",
         ("%s " + what + "; it has %s") % (_machine(), text, has),
-        "name others with --gpus or target.gpu_ranks" + hint,
+        "name another GPU with --gpus or target.gpu_ranks" + hint,
     )
 
 
@@ -234,7 +239,7 @@ def users_of(gpu: Gpu, using: Sequence[Holder], *, memory: bool = True) -> str:
         return ", ".join(who + (size if memory else "") for who, size in shown)
     if gpu.memory_used_mib > BUSY_MIB:
         size = "%d MiB " % gpu.memory_used_mib if memory else ""
-        return size + "in use by a process that is not seen here (another container?)"
+        return size + "in use by a process that this login cannot see (in another container?)"
     return ""
 
 
@@ -336,5 +341,5 @@ def _command_of(pid: int) -> str:
         with open("/proc/%d/cmdline" % pid, "rb") as f:
             words = f.read(400).split(b"\0")
     except OSError:
-        return "a process that is not seen here"
+        return "a process that this login cannot see"
     return " ".join(word.decode("utf-8", "replace") for word in words if word)[:120] or "?"

@@ -31,7 +31,7 @@ MAX_ENTRIES = 1000000
 MAX_OF_ONE = 1000
 """Names of claims of one other account: each is opened. No account has so many jobs on one machine."""
 _TRIES, _TRY_S = 20, 0.005
-_UNSEEN = "a process that is not seen here"
+_UNSEEN = "a process that this login cannot see"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 

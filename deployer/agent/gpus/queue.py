@@ -5,7 +5,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 from typing import Collection, Dict, List, Optional, Sequence, Tuple
 
-from .nvidia import Gpu, Sight, users_of
+from .nvidia import Gpu, GpuView, users_of
 from .view import LEASE, TICKET, Block, Claim, QueueView, Waiter
 
 Devices = Tuple[str, ...]
@@ -77,17 +77,20 @@ def _waits_for(ticket: Claim, gpus: Sequence[Gpu]) -> Devices:
 # --- who holds what, in words -----------------------------------------------------------------------------------------
 
 
-def queue_view(ticket: Claim, claims: Sequence[Claim], sight: Sight, *, memory: bool = True) -> QueueView:
+def queue_view(ticket: Claim, claims: Sequence[Claim], gpu_view: GpuView, *, memory: bool = True) -> QueueView:
     """Why a ticket waits.
 
     memory: with the MiB of processes, which change all the time."""
     tickets = queue_of(claims)
-    wanted = _waits_for(ticket, sight.known)
-    before = [t for t in tickets[: _place(ticket, tickets)] if _shares(_waits_for(t, sight.known), wanted)]
-    held = [_block(gpu, claims, sight, memory) for gpu in (_pool(ticket, sight.known) if ticket.auto else sight.named)]
+    wanted = _waits_for(ticket, gpu_view.known)
+    before = [t for t in tickets[: _place(ticket, tickets)] if _shares(_waits_for(t, gpu_view.known), wanted)]
+    held = [
+        _block(gpu, claims, gpu_view, memory)
+        for gpu in (_pool(ticket, gpu_view.known) if ticket.auto else gpu_view.named)
+    ]
     return QueueView(
         len(before) + 1,
-        "auto:%d" % ticket.auto if ticket.auto else ",".join(gpu.label for gpu in sight.named),
+        "auto:%d" % ticket.auto if ticket.auto else ",".join(gpu.label for gpu in gpu_view.named),
         tuple(block for block in held if block is not None),
         tuple(Waiter(t.job, t.user) for t in before),
     )
@@ -101,11 +104,11 @@ def _shares(some: Devices, others: Devices) -> bool:
     return any(any_overlap(device, others) for device in some)
 
 
-def _block(gpu: Gpu, claims: Sequence[Claim], sight: Sight, memory: bool) -> Optional[Block]:
+def _block(gpu: Gpu, claims: Sequence[Claim], gpu_view: GpuView, memory: bool) -> Optional[Block]:
     lease = next((c for c in claims if c.kind == LEASE and holds(c, gpu.device)), None)
     if lease is not None:
         return Block(gpu.label, lease.job, lease.user, lease.since, lease.locker, is_unread=not lease.devices)
-    using = users_of(gpu, sight.using, memory=memory)
+    using = users_of(gpu, gpu_view.using, memory=memory)
     return Block(gpu.label, using=using) if using else None
 
 

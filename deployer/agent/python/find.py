@@ -87,7 +87,7 @@ def _explicit(path: str, spec: PythonSpec, env: Dict[str, str], answers: "_Answe
 
     located = shutil.which(wanted, path=env.get("PATH", os.defpath))
     if located is None:
-        raise AgentError("host", "--python %s: no such interpreter on this host" % path, "name one that exists there")
+        raise AgentError("host", "%s does not exist on this host (--python)" % path, "name an interpreter of the host")
     interpreter = answers.inspect(os.path.abspath(located), spec, env)
     if interpreter is None:
         text = "--python %s does not run as Python 3.8 or newer" % path

@@ -180,13 +180,13 @@ class _Running:
             raise SetupFailed(0, "the setup was ended after %s%s" % (limit, self._words()), hint)
         if code != 0:
             shown = "code %d" % code if code > 0 else "signal %d" % -code
-            hint = "the command runs in the project's copy on the host, each of its lines must succeed (sh -e)"
+            hint = "--setup runs in the project's folder on the host, and each of its lines must succeed (sh -e)"
             raise SetupFailed(
                 code if code > 0 else 128 - code, "the setup failed with %s%s" % (shown, self._words()), hint
             )
 
     def _words(self) -> str:
-        return ": " + " / ".join(self._last)[-1000:] if self._last else ", without a word"
+        return ": " + " / ".join(self._last)[-1000:] if self._last else ", and wrote nothing"
 
     def _copy(self, output: BinaryIO) -> None:
         for line in iter(lambda: output.readline(_LINE_BYTES), b""):

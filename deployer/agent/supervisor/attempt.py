@@ -64,10 +64,9 @@ class Attempt:
             stop = self._turn.asked.read()
             reason = (stop.reason if stop else "") or "stopped on request"
             return Ending(STOPPED, None, reason + ", before it had started")
-        except SetupFailed as e:
-            return Ending(FAILED, e.code or TOOL_FAILED, e.message, hint=e.hint)
         except AgentError as e:
-            return Ending(FAILED, TOOL_FAILED, e.message + ("; " + e.hint if e.hint else ""))
+            code = e.code if isinstance(e, SetupFailed) else 0
+            return Ending(FAILED, code or TOOL_FAILED, e.message, hint=e.hint)
         except OSError as e:
             what = "attempt %d cannot be prepared: %s: %s" % (self._number, e.filename, e.strerror)
             return Ending(FAILED, TOOL_FAILED, what)

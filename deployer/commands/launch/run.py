@@ -365,7 +365,8 @@ def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool, was_shown:
 def _show_last_lines(host: Host, job_id: str, final: Status, *, was_shown: bool) -> None:
     """Of the log that tells of the failure, unless all of it was just shown."""
     if final.log == "":
-        terminal.notice(shown("the failed process wrote nothing"))
+        if final.started_at:
+            terminal.notice(shown("the failed process wrote nothing"))
         return
     name = LogName.parse(final.log or "")
     group, rank = group_of(final.first_failing_group), final.first_failing_rank

@@ -61,7 +61,7 @@ LOGIN = (
 CROWDED = r"(?i)MaxStartups|Not allowed at this time"
 """Said in the place of SSH's first line by a server that has too many connections, or too many failures of ours."""
 
-KEYS = "wrong user (root? ubuntu?), or the key is not in its ~/.ssh/authorized_keys; --ssh-key names a key"
+KEYS = "check the user (root? ubuntu?), and that its ~/.ssh/authorized_keys has this key; --ssh-key FILE offers another"
 MORE_KEYS = "offer the right key alone: --ssh-key FILE, or in ssh_config IdentityFile with IdentitiesOnly yes"
 TOO_MANY_KEYS = r"(?i)too many authentication failures"
 

@@ -274,7 +274,7 @@ def explain_auth(
         )
     offered = "the key offered" if len(tried) == 1 else f"any of {_keys(len(tried))}"
     cause = f": {known[0]}" if known else ""
-    message = f"{where} does not let {user!r} in with {offered}{accepts}{cause}"
+    message = f"{where} refuses {offered} for user {user!r}{accepts}{cause}"
     return LoginRefused(message, where=lines, hint=known[1] if known else KEYS)
 
 

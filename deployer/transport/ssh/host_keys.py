@@ -80,12 +80,12 @@ class HostKeys:
     def _changed(self, key: str, lines: list[KnownKey]) -> ConnectError:
         files = dict.fromkeys(line.path for line in lines)
         remove = "; ".join(f"ssh-keygen -f {shlex.quote(str(path))} -R {shlex.quote(self.name)}" for path in files)
-        known = [f"known: {line.key_type} {fingerprint(line.blob)} ({line.place})" for line in lines]
+        known = [f"before: {line.key_type} {fingerprint(line.blob)} ({line.place})" for line in lines]
         return HostKeyError(
-            f"the host key of {self.name} has changed: it shows {key}",
+            f"the host key of {self.name} has changed: it is now {key}",
             where=known,
             hint="the host was reinstalled, or somebody intercepts the connection. "
-            f"Only if you know why the key changed, run: {remove}",
+            f"Ask its owner. If the new key is right, remove the old one: {remove}",
         )
 
     def _meet(self, key_type: str, blob: bytes, *, accept_new: bool, ask: Ask | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent.gpus.nvidia import Gpu, holders, list_gpus, see
+from deployer.agent.gpus.nvidia import Gpu, holders, list_gpus, read_gpus
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.processes import is_running, process_of
 from tests.support.jobs import wait_for
@@ -56,7 +56,7 @@ def test_figures_that_the_driver_does_not_tell_count_as_zero(tmp_path: Path) -> 
 def test_gpus_are_found_by_index_uuid_or_its_beginning(
     env: dict[str, str], requested: list[str], indices: list[int]
 ) -> None:
-    assert [gpu.index for gpu in see(requested, env).named] == indices
+    assert [gpu.index for gpu in read_gpus(requested, env).named] == indices
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_gpus_are_found_by_index_uuid_or_its_beginning(
 )
 def test_a_gpu_that_the_host_lacks_is_refused(env: dict[str, str], requested: list[str], message: str) -> None:
     with pytest.raises(AgentError, match=message):
-        see(requested, env)
+        read_gpus(requested, env)
 
 
 COUNTS = [("3", "auto:3 asks for 3 GPUs"), ("1", "auto:1 asks for one GPU"), ("-1", ""), ("100", ""), ("GPU-dddd", "")]
@@ -84,38 +84,40 @@ def test_who_may_have_meant_a_number_of_gpus_is_told_how_to_ask_for_it(
 ) -> None:
     index = "7" if requested == "1" else "0"
     with pytest.raises(AgentError) as caught:
-        see([requested], fake_smi(tmp_path, gpus=f"{index}, GPU-1, NVIDIA H100, 81559, 4\n"))
-    meant = f"; that is the GPU of index {requested}, --gpus {says}" if says else ""
-    assert caught.value.hint == "name others with --gpus or target.gpu_ranks" + meant
+        read_gpus([requested], fake_smi(tmp_path, gpus=f"{index}, GPU-1, NVIDIA H100, 81559, 4\n"))
+    meant = f". {requested} is the index of one GPU; --gpus {says}" if says else ""
+    assert caught.value.hint == "name another GPU with --gpus or target.gpu_ranks" + meant
 
 
 def test_several_indices_are_no_number_of_gpus(env: dict[str, str]) -> None:
     with pytest.raises(AgentError) as caught:
-        see(["0", "4"], env)
-    assert caught.value.hint == "name others with --gpus or target.gpu_ranks"
+        read_gpus(["0", "4"], env)
+    assert caught.value.hint == "name another GPU with --gpus or target.gpu_ranks"
 
 
 def test_a_slice_is_found_by_its_uuid(env: dict[str, str]) -> None:
-    (found,) = see(["MIG-1234-5678"], env).named
+    (found,) = read_gpus(["MIG-1234-5678"], env).named
     assert (found.index, found.uuid, found.device) == (1, "MIG-1234-5678", "GPU-aabb2222-0000/MIG-1234-5678")
 
 
 def test_busy_is_a_gpu_with_a_process_or_with_memory_in_use_by_none_that_is_seen(env: dict[str, str]) -> None:
-    busy = see(["0"], env).busy()
+    busy = read_gpus(["0"], env).busy()
     assert list(busy) == ["GPU-aabb2222-0000", "GPU-cccc3333-0000"]
     assert busy["GPU-aabb2222-0000"].startswith(f"pid {os.getpid()} of {getpass.getuser()}, ")
     assert busy["GPU-aabb2222-0000"].endswith(", 70300 MiB")
-    assert busy["GPU-cccc3333-0000"] == "30000 MiB in use by a process that is not seen here (another container?)"
+    assert (
+        busy["GPU-cccc3333-0000"] == "30000 MiB in use by a process that this login cannot see (in another container?)"
+    )
 
 
 def test_auto_of_more_gpus_than_the_host_has_is_refused(env: dict[str, str]) -> None:
     with pytest.raises(AgentError, match="has 3 GPUs, fewer than auto:4 asks for"):
-        see(["auto:4"], env)
+        read_gpus(["auto:4"], env)
 
 
 def test_asking_for_a_gpu_without_nvidia_smi_names_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(AgentError, match=r"no nvidia-smi, so no GPU 0, 1") as caught:
-        see(["0", "1"], {"PATH": str(tmp_path)}, on_cpu="--device cpu")
+        read_gpus(["0", "1"], {"PATH": str(tmp_path)}, on_cpu="--device cpu")
     assert caught.value.hint == "run on its CPUs with --device cpu, or choose another machine"
 
 
@@ -129,7 +131,7 @@ def test_a_query_that_hangs_ends_with_the_one_that_failed(tmp_path: Path) -> Non
     waits = f"until [ -s {tmp_path}/pid ]; do sleep 0.01; done; exit 9"
     then = f'case "$1" in --query-gpu=*) {waits};; esac; echo $$ > {tmp_path}/pid; exec sleep 1000'
     with pytest.raises(AgentError, match="ended with 9"):
-        see(["0"], fake_smi(tmp_path, then=then))
+        read_gpus(["0"], fake_smi(tmp_path, then=then))
     hung = int((tmp_path / "pid").read_text())
     wait_for(lambda: not is_running(process_of(hung)))
 
@@ -144,5 +146,5 @@ def test_nvidia_smi_that_cannot_be_started_is_an_error_of_the_host(env: dict[str
     script = tmp_path / "nvidia-smi"
     script.write_text("#!/no/such/shell\n")
     with pytest.raises(AgentError, match="nvidia-smi cannot be started: No such file or directory") as refused:
-        see(["0"], env)
+        read_gpus(["0"], env)
     assert (refused.value.kind, refused.value.hint) == ("host", "repair the GPU driver")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deployer.agent.gpus.nvidia import Gpu, Holder, Sight
+from deployer.agent.gpus.nvidia import Gpu, GpuView, Holder
 from deployer.agent.gpus.queue import freest, grant, overlap, queue_line, queue_view, refusal
 from deployer.agent.gpus.view import LEASE, SHARED, TICKET, Claim, Waiter
 
@@ -69,7 +69,7 @@ def test_freest_beside_others_takes_what_is_not_to_be_avoided_first() -> None:
 
 def test_place_in_the_queue_counts_those_who_wait_for_the_same_gpus() -> None:
     claims = [lease(0), ticket(1, 3), ticket(2, 0), ticket(3, 0)]
-    view = queue_view(claims[3], claims, Sight(GPUS, [GPUS[0]], []))
+    view = queue_view(claims[3], claims, GpuView(GPUS, [GPUS[0]], []))
     assert (view.position, view.before) == (2, (Waiter("j2", "root"),))
     assert queue_line(view, now=1000.0 + 7200) == (
         "position 2; GPU 0 is held by job holder of user root for 2h; before you: j2 of root"
@@ -79,7 +79,7 @@ def test_place_in_the_queue_counts_those_who_wait_for_the_same_gpus() -> None:
 def test_refusal_of_any_gpus_says_how_many_and_who_has_the_others() -> None:
     using = [Holder("GPU-2", 77, "eve", "python", 70300)]
     wanted = Claim(TICKET, "new", (), auto=3, number=9, file="mine")
-    view = queue_view(wanted, [lease(0)], Sight(GPUS, [], using))
+    view = queue_view(wanted, [lease(0)], GpuView(GPUS, [], using))
     assert refusal(view, now=1060.0) == (
         "fewer GPUs are free than auto:3 asks for; GPU 0 is held by job holder of user root for 1m; "
         "GPU 2 is busy: pid 77 of eve, python, 70300 MiB"
@@ -88,7 +88,7 @@ def test_refusal_of_any_gpus_says_how_many_and_who_has_the_others() -> None:
 
 def test_lease_that_cannot_be_read_is_said_to_count_for_every_gpu() -> None:
     unread = lease(0)._replace(devices=())
-    view = queue_view(ticket(1, 0), [unread], Sight(GPUS, [GPUS[0]], []))
+    view = queue_view(ticket(1, 0), [unread], GpuView(GPUS, [GPUS[0]], []))
     assert (view.held[0].job, view.held[0].is_unread) == ("holder", True)
     held = "GPU 0 is held by job holder of user root for 1m"
     assert refusal(view, now=1060.0) == f"{held} (its lease cannot be read, so it counts for every GPU)"

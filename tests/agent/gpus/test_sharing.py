@@ -77,7 +77,7 @@ def test_gpu_that_another_process_uses_is_refused_by_name_before_anything_is_kep
     done = run(host, "--gpus", "0")
     assert done.returncode == 125
     assert error_of(done).startswith(f"GPU 0 is busy: pid {os.getpid()} of ")
-    assert ", 70300 MiB\nhint: free: --gpus 1,2,3; wait for them with --queue, or run beside" in error_of(done)
+    assert ", 70300 MiB\nhint: these are free: --gpus 1,2,3. Or add --queue to wait" in error_of(done)
     assert not list((host.root / "store" / "blobs").rglob("*")) and not host.job_ids()
     assert run(host, "--gpus", "0", "--allow-busy").returncode == 0
 

@@ -73,7 +73,7 @@ def test_an_explicit_interpreter_may_be_named_by_its_environment_s_folder(
 @pytest.mark.parametrize(
     ("explicit", "message"),
     [
-        ("/nowhere/python", "--python /nowhere/python: no such interpreter"),
+        ("/nowhere/python", "/nowhere/python does not exist on this host"),
         ("/bin/true", "--python /bin/true does not run as Python 3.8 or newer"),
         (sys.executable, r"--python .* lacks ferry-none>=3 \(not installed\)"),
     ],

@@ -86,7 +86,7 @@ def test_config_is_judged_with_the_options_over_it(tmp_path: Path) -> None:
     ("keys", "says", "where"),
     [
         ({}, "target.train_backend is pytorch, one process", "a.yaml:2"),
-        ({"gpu_ranks": [0, 0]}, "target.gpu_ranks is [0, 0], it names 0 twice", "the command line"),
+        ({"gpu_ranks": [0, 0]}, "target.gpu_ranks is [0, 0]: it names 0 twice", "the command line"),
         ({"gpu_ranks": [0], "secrets": ["RANK"]}, "target.secrets may not set RANK", "the command line"),
         ({"gpu_ranks": [0], "env.A": "2"}, "A is in both target.env and target.secrets", "the command line"),
     ],

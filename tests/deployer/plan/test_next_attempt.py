@@ -229,8 +229,8 @@ def test_target_must_be_understood_for_the_client_acts_by_it(other: str) -> None
 @pytest.mark.parametrize(
     ("words", "keys", "says"),
     [
-        (("target.gpu_ranks=0,0",), {}, "target.gpu_ranks is [0, 0], it names 0 twice"),
-        ((), {"gpu_ranks": [0, 0]}, "target.gpu_ranks is [0, 0], it names 0 twice"),
+        (("target.gpu_ranks=0,0",), {}, "target.gpu_ranks is [0, 0]: it names 0 twice"),
+        ((), {"gpu_ranks": [0, 0]}, "target.gpu_ranks is [0, 0]: it names 0 twice"),
         ((), {"max_restarts": -1}, "target.max_restarts is -1, must be 0 or more"),
     ],
 )

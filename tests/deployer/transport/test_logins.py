@@ -21,7 +21,7 @@ WORDS = "sh -c 'echo token expired >&2; exit 3'"
 FIVE = "\n    IdentityFile ".join(f"{{root}}/key{n}" for n in range(5))
 AGENT = {"IdentityAgent": "{root}/agent"}
 SECOND = "PasswordAuthentication yes\nAuthenticationMethods publickey,password"
-NOT_IN = "does not let"
+NOT_IN = "for user"
 UNKNOWN = "is not known: ssh-ed25519"
 OURS = "has not come to our command"
 

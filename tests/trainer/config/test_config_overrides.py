@@ -117,13 +117,13 @@ OVERRIDE_ERRORS = [
         "data.train=[a, [b]]",
         "Error: data.train[1] is [b], expected text or a mapping of path, weight, repeat, limit\n  on the command line",
     ),
-    ("data.train=[a", "Error: not valid YAML: expected ',' or ']', but got '<stream end>'\n  on the command line"),
+    ("data.train=[a", "Error: not valid YAML: expected ',' or ']', but got the end of the text\n  on the command line"),
     ("target.env=5", "Error: target.env is 5, expected a mapping of names to text\n  on the command line"),
     (
         "target.env.A=a\0b",
         "Error: target.env.A is a\\x00b, expected text without NUL and of valid UTF-8\n  on the command",
     ),
-    ("target.gpu_ranks=0,0", "Error: target.gpu_ranks is [0, 0], it names 0 twice\n  on the command line\nhint: name"),
+    ("target.gpu_ranks=0,0", "Error: target.gpu_ranks is [0, 0]: it names 0 twice\n  on the command line\nhint: name"),
     (
         "optim.warmup_steps=500",
         "Error: optim.warmup_steps is 500, more than train.steps, 60\n  on the command line\n"

@@ -35,12 +35,12 @@ RULES = [
     (target(gpu_ranks=[]), "target.gpu_ranks is empty\nhint: name one GPU index for each process; with target.device"),
     (
         target(gpu_ranks=[0, 1, 0]),
-        "target.gpu_ranks is [0, 1, 0], it names 0 twice\nhint: name each GPU once: it gets one process",
+        "target.gpu_ranks is [0, 1, 0]: it names 0 twice\nhint: name each GPU once; each gets one process",
     ),
-    (target(gpu_ranks=[1, "01"]), "target.gpu_ranks is [1, '01'], it names 01 twice"),
+    (target(gpu_ranks=[1, "01"]), "target.gpu_ranks is [1, '01']: it names 01 twice"),
     (
         target(gpu_ranks=["GPU-ABCD", "GPU-abcd"]),
-        "target.gpu_ranks is ['GPU-ABCD', 'GPU-abcd'], it names GPU-abcd twice",
+        "target.gpu_ranks is ['GPU-ABCD', 'GPU-abcd']: it names GPU-abcd twice",
     ),
     (target(gpu_ranks=[0, -1]), "target.gpu_ranks holds -1, a GPU index is 0 or more"),
     (target(gpu_ranks=["-2"]), "target.gpu_ranks holds -2, a GPU index is 0 or more"),
@@ -198,4 +198,4 @@ def test_every_number_of_the_schema_has_a_limit() -> None:
 
 def test_rule_names_the_line_of_its_key(load_config_file: Any) -> None:
     message = load_config_file("a.yaml", "target:\n  gpu_ranks:\n  - 0\n  - 0\n")
-    assert message.splitlines()[:2] == ["Error: target.gpu_ranks is [0, 0], it names 0 twice", "  in a.yaml:2"]
+    assert message.splitlines()[:2] == ["Error: target.gpu_ranks is [0, 0]: it names 0 twice", "  in a.yaml:2"]
