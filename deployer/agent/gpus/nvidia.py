@@ -235,7 +235,8 @@ def users_of(gpu: Gpu, using: Sequence[Holder], *, memory: bool = True) -> str:
     """Who is on a GPU, in words, with the memory in use; "" when it is free."""
     here = [h for h in using if h.gpu_uuid == gpu.uuid]
     if here:
-        shown = [("pid %d of %s, %s" % (h.pid, h.user, h.command), ", %d MiB" % h.memory_mib) for h in here]
+        owner = {h.pid: "" if h.user == "?" else " of " + h.user for h in here}
+        shown = [("pid %d%s, %s" % (h.pid, owner[h.pid], h.command), ", %d MiB" % h.memory_mib) for h in here]
         return ", ".join(who + (size if memory else "") for who, size in shown)
     if gpu.memory_used_mib > BUSY_MIB:
         size = "%d MiB " % gpu.memory_used_mib if memory else ""
