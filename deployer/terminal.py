@@ -156,7 +156,7 @@ def confirm(question: Shown, *, declined: Shown) -> None:
 
 
 def ask_yes(question: Shown) -> bool:
-    """Whether the person typed `yes`."""
+    """Whether the user typed `yes`."""
     sys.stderr.write(f"{question} [yes/no]: ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("yes", "y")

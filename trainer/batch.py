@@ -29,7 +29,7 @@ class Batch:
     device: the head and its loss are computed for these alone. None: not known."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """The batch with `change` of each tensor."""
+        """Applies `change` to each tensor."""
         return Batch(
             change(self.input_ids),
             change(self.labels),

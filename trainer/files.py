@@ -26,7 +26,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """As `replace_text`."""
+    """Like `replace_text`, for bytes."""
     aside = path.with_name(f".tmp_{path.name}_{os.getpid()}")  # a rank and its launcher may write at once
     write_synced(aside, content)  # else its name may be on disk before what is in it
     aside.replace(path)

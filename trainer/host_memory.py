@@ -20,7 +20,7 @@ def available_cores() -> int:
 
 
 def cores_of_rank() -> int:
-    """Cores for each rank of this node, one at least."""
+    """CPU cores for each rank of this node, at least 1."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, available_cores() // max(1, int(ranks) if ranks.isdigit() else 1))
 

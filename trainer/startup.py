@@ -54,7 +54,7 @@ class StartReport:
         return f"first step after {self.total_s:.1f} s: {', '.join(parts)}"
 
     def to_dict(self) -> dict[str, float]:
-        """For outcome.json."""
+        """The values for outcome.json."""
         return {phase: round(spent, 2) for phase, spent in self.seconds.items()}
 
 

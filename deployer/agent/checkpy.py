@@ -25,8 +25,6 @@ _PLAIN_VERSION = re.compile(r"v?([0-9]+(?:\.[0-9]+)*)(?:(?:a|b|rc)[0-9]+(?=\+))?
 
 
 class Wanted(NamedTuple):
-    """A requirement as it is checked."""
-
     name: str
     extras: Tuple[str, ...]
     url: str
@@ -47,7 +45,7 @@ def find_parser() -> Any:
 
 
 def parse_requirement(text: str, parser: Any) -> Wanted:
-    """ValueError when it is none."""
+    """Raises ValueError if the text is not a requirement."""
     if parser is None:
         return parse_simply(text)
     found = parser(text)

@@ -113,7 +113,7 @@ def handlers(root: Root) -> Dict[str, Handler]:
 
 
 def load_handler(place: str) -> Callable[[Root, Any], Optional[Mapping[str, Any]]]:
-    """The function of a place in HANDLERS."""
+    """Imports the function that HANDLERS names."""
     from importlib import import_module
 
     module, name = place.split(":")

@@ -85,7 +85,7 @@ class Job:
 
     @property
     def results(self) -> Path:
-        """The folder into which its results come."""
+        """The local folder of the job's results."""
         return Path(self._record().results)
 
     def __repr__(self) -> str:

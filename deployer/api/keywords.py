@@ -107,7 +107,7 @@ def _read(option: click.Option, name: str, value: Any) -> Any:
 
 
 def _words(option: click.Option, name: str, value: Any) -> Any:
-    """As the command line has it."""
+    """The value in the form of a command-line option."""
     if isinstance(value, bool):
         raise TypeError(f"{name} takes a value, not {value!r}")
     if option.multiple:

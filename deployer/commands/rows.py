@@ -80,7 +80,7 @@ _STYLES = {
 
 
 def style_of(row: SeenJob) -> str:
-    """How its state is drawn."""
+    """The style of a row, by the state of its job."""
     return "magenta" if row.trouble else style_of_state(row.job.state)
 
 
@@ -101,7 +101,6 @@ NULL_AT_FIRST = "reason", "on_host", "attempt", "max_attempts", "damaged", "comm
 
 
 def row_as_json(row: SeenJob) -> dict[str, Any]:
-    """For a script."""
     job = to_json(row.job)
     told = {**job, **{name: job[name] or None for name in NULL_AT_FIRST}, "where": row.where, "seen_at": row.seen_at}
     told["left_s"] = seconds_left(row.job)

@@ -49,7 +49,7 @@ class Series:
         self.values.append(value)
 
     def cut(self, step: float) -> None:
-        """Forgets the values from this step on."""
+        """Drops the values from this step on."""
         if self.steps and self.steps[-1] >= step:
             keep = bisect_left(self.steps, step)
             del self.steps[keep:], self.values[keep:]
@@ -62,7 +62,7 @@ class Series:
 
 @dataclass
 class Metrics:
-    """What a metrics.jsonl says."""
+    """The content of a metrics.jsonl file."""
 
     series: dict[str, Series] = field(default_factory=dict)
     records: int = 0

@@ -23,7 +23,7 @@ class Axis:
     labels: tuple[str, ...]
 
     def place(self, value: float) -> float:
-        """Where a value lies, from 0 to 1."""
+        """The position of a value between the limits, from 0 to 1."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
 

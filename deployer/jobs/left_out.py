@@ -94,7 +94,7 @@ def _explain(one: Missing, left: LeftOut, *, remote: bool) -> Iterator[str]:
 
 
 def _inside(path: str, left: LeftOut) -> Iterator[str]:
-    """Of a path of the project."""
+    """The reasons for a path inside the project."""
     by_rule = list(_by_rule(path, left))
     here = Path(left.project) / path
     if by_rule or path == "." or path.startswith("../"):

@@ -250,7 +250,7 @@ def last_asked(ssh: str | None, root: str) -> float | None:
 
 
 class _Place(NamedTuple):
-    """Of whom a note is."""
+    """The host that a note is about."""
 
     root: str
     ssh: str | None = None

@@ -87,7 +87,7 @@ def _end_of(call: Call, host: str, on_state: Callable[[Status], None]) -> End:
 
 
 def last_lines(host: Host, job_id: str, group: GroupName, *, rank: int | None, lines: int) -> bytes:
-    """Of a rank of a group of processes, or of its launcher."""
+    """The last lines of one rank, or of the launcher of its group."""
     chosen = {**group._asdict(), "ranks": None if rank is None else [rank]}
     with host.connect(request={"op": "last_lines", "job": job_id, "lines": lines, **chosen}) as link:
         return b"".join(data for name, _, data in link.first.events() if name == "data")

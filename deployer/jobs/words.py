@@ -46,7 +46,7 @@ def hidden_names(words: Sequence[str]) -> list[str]:
 
 
 def without_env(words: Sequence[str]) -> list[str]:
-    """Without what gives variables."""
+    """The arguments without those that set environment variables."""
     own, program = split_program(words)
     given = {place for start, end, _ in _env_words(own) for place in range(start, end)}
     return [*(word for place, word in enumerate(own) if place not in given), *program]

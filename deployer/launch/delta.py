@@ -47,7 +47,7 @@ class TreeDelta:
 
     @property
     def size_bytes(self) -> int:
-        """Of the blobs."""
+        """Total size of the blobs."""
         return sum(self.blobs.values())
 
     @property
@@ -55,7 +55,7 @@ class TreeDelta:
         return len(self.list) + self.size_bytes <= INLINE_BYTES
 
     def list_frames(self) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """(head, body) of the frames of the list."""
+        """The frames of the list, as (head, body)."""
         for start in range(0, len(self.list), frames.MAX_BODY):
             end = start + frames.MAX_BODY
             yield {"news": "end" if end >= len(self.list) else "list"}, self.list[start:end]
@@ -192,7 +192,7 @@ class KnownTree:
         return name.decode("ascii") if _NAME.match(name) else None
 
     def entries(self) -> tuple[Entry, ...]:
-        """Its files; none when they are not known."""
+        """Files of the tree; empty if they are not known."""
         try:
             data = read_whole(str(self.file), MAX_BYTES)
             entries = tuple(load_entries(unpacked(data[_NAME_SIZE:])))

@@ -142,7 +142,7 @@ def _follow(call: Call, view: LogView, watcher: Watcher, contact: _Contact) -> S
 
 
 class _Chunk(NamedTuple):
-    """Of which log data is."""
+    """The log that the data belongs to."""
 
     file: str
     offset: int

@@ -96,7 +96,7 @@ class _Left(Exception):
 
 
 class LineStream(io.BytesIO):
-    """A stream that hands on each line that is written to it."""
+    """A text stream that passes each complete line on."""
 
     def __init__(self, put: Callable[[str], None]) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ class LogView:
         self._show(state, state.text.feed(data))
 
     def out_of(self, file: str, name: LogName | None) -> BinaryIO:
-        """Where the lines of this file go."""
+        """Where to write the lines of this log."""
         return self.out if name is not None and name.rank is not None else self.err
 
     def _show(self, state: _File, text: bytes) -> None:

@@ -148,7 +148,7 @@ class _Talk:
             self._ended.set()
 
     def end(self, within_s: float) -> bool:
-        """Whether it has ended by then."""
+        """Waits for the end of the launch. Returns whether it has ended."""
         return self._ended.wait(within_s)
 
     def acknowledgement(self) -> Ack:

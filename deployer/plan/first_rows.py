@@ -101,7 +101,7 @@ def _json_rows(text: str, name: str, kind: str, *, is_whole: bool) -> Iterator[t
 
 
 def _value(text: str) -> Any:
-    """None for what is no JSON."""
+    """The parsed line; None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -26,7 +26,7 @@ class Kept:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The dotted keys that stand in it."""
+        """Dotted keys of the file."""
         return frozenset(key for key in (*known_keys(), *self.strange) if key in self.places.by_key)
 
     def changed(

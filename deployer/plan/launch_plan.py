@@ -208,7 +208,7 @@ def read_settings(request: Request) -> dict[str, dict[str, Any]]:
 
 
 def has_auto(gpus: Sequence[str]) -> bool:
-    """Whether the host chooses the GPUs."""
+    """Whether the host chooses the GPUs (auto:N)."""
     return any(gpu.startswith("auto:") for gpu in gpus)
 
 

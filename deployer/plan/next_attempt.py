@@ -44,7 +44,7 @@ def read_resumable(host: Host, job_id: str) -> Resumable:
 
 
 def plan_from(host: Host, job_id: str, raw: RawPlan) -> Plan:
-    """The plan of a job as its host sent it. HostError for none."""
+    """Parses the plan that the host sent. Raises HostError if it is not one."""
     try:
         return parse_plan(raw)
     except Damage as damage:

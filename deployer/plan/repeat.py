@@ -17,7 +17,7 @@ from deployer.plan.options import Options
 
 
 class Original(NamedTuple):
-    """A job as it was launched."""
+    """The job to repeat, as it was launched."""
 
     job: Resumable
     whole: bool

@@ -220,7 +220,7 @@ def hash_file(path: bytes) -> tuple[str, int]:
 
 
 def _read_file(path: bytes) -> tuple[str, int, bytes]:
-    """The same, and how the file begins."""
+    """Reads the file. Also returns its first bytes."""
     digest, size, start = hashlib.blake2b(digest_size=20), 0, b""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:

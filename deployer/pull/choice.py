@@ -124,7 +124,7 @@ def name_of(path: str, paths: Sequence[str], outputs: Sequence[str] = ()) -> str
 
 @dataclass
 class _Room:
-    """What a limit leaves."""
+    """The bytes that are left under a limit."""
 
     most: int | None
     used: int

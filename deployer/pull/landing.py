@@ -86,7 +86,7 @@ class Landing:
         return info if stat.S_ISREG(info.st_mode) else None
 
     def has(self, path: str, *, size: int, mtime_ns: int) -> bool:
-        """Whether a file of that size and time is there."""
+        """Whether the file is here with this size and time."""
         info = self.find(path)
         return info is not None and info.st_size == size and abs(info.st_mtime_ns - mtime_ns) <= SAME_TIME_NS
 
@@ -109,7 +109,7 @@ class Landing:
         return self.free_bytes() >= HEADROOM_BYTES
 
     def folds_case(self) -> bool:
-        """Whether `A` and `a` are one file on this disk."""
+        """Whether this disk ignores case in file names."""
         try:
             os.stat("LOCK", dir_fd=self._gathering)
         except OSError:
@@ -174,7 +174,7 @@ class Landing:
         self.drop_folder(_REPLACED)
 
     def drop_folder(self, path: str) -> None:
-        """Forgets what has gathered of a folder."""
+        """Drops what is known of a folder."""
         staged = self.target / GATHERING / path
         if staged.is_symlink():
             staged.unlink()

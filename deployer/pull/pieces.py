@@ -254,13 +254,13 @@ class Work:
         return batch
 
     def done(self) -> None:
-        """One piece is settled."""
+        """Marks one piece as received."""
         with self._changed:
             self._in_flight -= 1
             self._changed.notify_all()
 
     def give_back(self, pieces: Collection[Piece]) -> None:
-        """These were not settled."""
+        """Returns pieces that were not received."""
         with self._changed:
             self._in_flight -= len(pieces)
             self._again.extend(pieces)

@@ -31,7 +31,7 @@ NOTED_BYTES = 32 << 10
 
 @dataclass(frozen=True)
 class Pulled:
-    """What a pull came to."""
+    """The result of a pull."""
 
     files: int
     """That are here now, those of earlier pulls included."""
@@ -45,7 +45,7 @@ class Pulled:
 
     @property
     def not_home(self) -> tuple[LeftOut, ...]:
-        """What was asked for and is not here."""
+        """Requested files that did not arrive."""
         return tuple(left for left in self.left_out if left.wanted)
 
 

@@ -12,7 +12,7 @@ MOST_TEXT = 200_000
 
 
 def text(value: object, most: int = 2000) -> str:
-    """A value as text of the page, on one line."""
+    """A value as escaped text in one line."""
     return escape(_cut(shown(value), most))
 
 
@@ -34,7 +34,7 @@ def section(title: str, *parts: str) -> str:
 
 
 def folded(title: str, inner: str) -> str:
-    """What is there for whoever opens it."""
+    """A part of the page that is closed until somebody opens it."""
     return f"<details><summary>{escape(title)}</summary>\n{inner}\n</details>" if inner else ""
 
 

@@ -75,7 +75,7 @@ def run_page(facts: Facts, told: Told) -> str:
 
 
 def _verdict(facts: Facts, told: Told) -> str:
-    """One line on what came of it."""
+    """How the job ended, in one line."""
     parts = [_took(facts.status, told.now)]
     if facts.metrics is not None:
         ends = [("loss", "loss"), ("eval_loss", "held-out loss")]

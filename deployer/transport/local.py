@@ -27,7 +27,7 @@ class LocalTransport:
         self._streams: list[PipeStream] = []
 
     def connect(self) -> None:
-        """Nothing to do."""
+        """Does nothing: this machine needs no connection."""
 
     def open(self, command: str) -> PipeStream:
         """Starts `command`. ConnectError when this machine cannot start a process."""

@@ -45,7 +45,7 @@ class Stream(Protocol):
 
 
 class Transport(Protocol):
-    """A way to one host."""
+    """A connection to one host."""
 
     @property
     def description(self) -> str:

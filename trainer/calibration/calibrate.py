@@ -134,7 +134,7 @@ class _SameBatch:
 
 
 class Bench:
-    """One model for all sizes."""
+    """One model, measured at all sizes."""
 
     def __init__(self, recipe: Recipe, config: Config, shape: Shape, dist: Dist) -> None:
         self._recipe, self._config, self._shape, self._dist = recipe, _decided(config), shape, dist

@@ -103,7 +103,7 @@ class Trial(Protocol):
     """What times a size of so many rows."""
 
     def why_too_large(self, rows: int) -> str | None:
-        """Why it is not tried."""
+        """The reason why the size is not tried."""
 
     def time(self, rows: int) -> Timed | str:
         """What it costs, or why that cannot be had."""

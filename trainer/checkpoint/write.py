@@ -25,7 +25,7 @@ AtPoint = Callable[[str], None]
 
 
 def ignore_point(point: str) -> None:
-    """Where nobody listens."""
+    """The default callback: does nothing."""
 
 
 @dataclass(frozen=True)

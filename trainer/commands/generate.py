@@ -35,7 +35,7 @@ Exit codes: 0 generated; 1 an error in this program; 2 no such model, or it cann
 
 
 class PromptError(UserError):
-    """There is nothing to go on from."""
+    """There is no prompt."""
 
 
 @click.command(

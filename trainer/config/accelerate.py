@@ -35,7 +35,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Accelerate:
-    """What a file says."""
+    """The content of an accelerate config file."""
 
     settings: tuple[Setting, ...] = ()
     num_processes: int | None = None
@@ -47,8 +47,6 @@ class Accelerate:
 
 @dataclass(frozen=True)
 class Given:
-    """One entry of the file."""
-
     name: str
     value: object
     place: str

@@ -39,7 +39,7 @@ class Misfit(ValueError):
 
 
 class Wrong(dict[str, ConfigError]):
-    """What is wrong with which key, as it is found."""
+    """Collects errors by key."""
 
 
 def build_config(tree: Mapping[str, object], places: Places, wrong: Wrong) -> Config:

@@ -268,11 +268,10 @@ def _compose(source: bytes | str, place: str) -> yaml.Node | None:
         node: yaml.Node | None = yaml.compose(source, Loader=loader)
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the latter two: "\UFFFFFFFF" is no character
         mark = getattr(error, "problem_mark", None)
-        in_file = mark is not None and isinstance(source, bytes)
-        where = f"{place}:{mark.line + 1}" if in_file else place
+        line = f":{mark.line + 1}" if mark and isinstance(source, bytes) else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
         problem = problem.replace("'<stream end>'", "the end of the text")
-        raise ConfigError(f"not valid YAML: {problem}", where=where, hint=OPEN_HINT if in_file else "") from None
+        raise ConfigError(f"not valid YAML: {problem}", where=place + line, hint=OPEN_HINT if line else "") from None
     return node
 
 

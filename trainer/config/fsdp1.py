@@ -16,7 +16,7 @@ NO_FLAT_PARAMETER = NoEffect(", FSDP2 has no flat parameter and the mathematics 
 
 @dataclass(frozen=True)
 class Strategy:
-    """What a sharding strategy is with FSDP2."""
+    """An FSDP1 sharding strategy in terms of FSDP2."""
 
     meaning: str
     replicated: bool = False

@@ -71,7 +71,7 @@ def known_facts() -> dict[str, Facts]:
 
 @cache
 def limits() -> dict[str, Limit]:
-    """The limit of each key that has one."""
+    """Limits of the keys that have one."""
     return {key: facts.limit for key, facts in known_facts().items() if facts.limit is not None}
 
 
@@ -124,7 +124,7 @@ def unknown_key(key: str, places: Places, *, siblings: Sequence[str] = ()) -> Co
 
 
 def list_keys(section: str) -> str:
-    """The keys of a section, or the sections if there is none of this name, as a hint."""
+    """A hint that lists the keys of a section, or all sections if no section has this name."""
     leaves = [name.partition(".")[2] for name in known_keys() if name.startswith(f"{section}.")]
     return f"keys of {section}: {', '.join(leaves)}" if leaves else f"sections: {', '.join(_section_names())}"
 

@@ -317,7 +317,7 @@ def _parse_override(override: str) -> tuple[str, object]:
 
 
 def _kind_of(key: str) -> Any:
-    """The type of a key that is or was."""
+    """The type of a key, also of a dropped one."""
     return DROPPED[key].kind if key in DROPPED else known_keys()[key]
 
 

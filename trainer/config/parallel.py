@@ -31,7 +31,7 @@ FSDP_KEYS = [
 
 @dataclass(frozen=True)
 class Sharding:
-    """A sharding strategy as FSDP2 has it."""
+    """A sharding strategy in terms of FSDP2."""
 
     word: str
     replicated: bool
@@ -82,7 +82,7 @@ def why_no_graphs(config: Config, backend: str) -> str | None:
 
 
 def broken_rules(config: Config) -> Iterator[Broken]:
-    """The rules of the section that do not hold."""
+    """The rules of this section that the config breaks."""
     yield from _contradictions(config.parallel)
     if config.parallel.activation_checkpointing == "budget" and not is_compiled(config):
         why = "parallel.compile is false" if config.parallel.compile is False else "target.device is cpu"

@@ -48,7 +48,7 @@ def groups_rules(config: Config) -> Iterator[Broken]:
 
 
 def lora_rules(config: Config) -> Iterator[Broken]:
-    """What LoRA excludes."""
+    """Rules for keys that LoRA excludes."""
     if config.model.freeze and has_lora(config):
         message = f"model.freeze is {show(config.model.freeze)}, but lora freezes the whole model"
         yield Broken("model.freeze", message, "lora.targets says which modules get an adapter", ("lora.rank",))

@@ -189,7 +189,7 @@ def divide_corpus(table: DocumentTable, config: Config) -> tuple[np.ndarray, np.
 
 
 def select_pieces(name: str, store: PieceStore, table: DocumentTable, docs: np.ndarray, config: Config) -> Documents:
-    """The pieces of the documents `docs`, and an account of them."""
+    """The pieces of the documents `docs`, with a report of them."""
     chosen = np.zeros(len(table.length), dtype=bool)
     chosen[docs] = True
     indices = np.flatnonzero(chosen[store.pieces.document])

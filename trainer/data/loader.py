@@ -296,7 +296,7 @@ class TrainLoader:
         return epoch, row
 
     def _size(self, epoch: int) -> int:
-        """Rows of an epoch."""
+        """Rows of one epoch."""
         while len(self._sizes) <= epoch:
             self._epoch(len(self._sizes))
         return self._sizes[epoch]

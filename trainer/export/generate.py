@@ -54,7 +54,7 @@ class How:
 
 @dataclass(frozen=True)
 class Said:
-    """What a model has said."""
+    """A generated answer."""
 
     prompt: str
     text: str

@@ -54,7 +54,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """One paragraph: what is wrong, where, and what to do."""
+    """One paragraph: the fault, its place, and what to do."""
     if is_ours(error):
         return f"Error: {error if getattr(error, 'has_lines', False) else shown(error)}"
     if isinstance(error, KeyboardInterrupt):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Label(str, Enum):
-    """What a token is to the loss."""
+    """The part of a token in the loss."""
 
     TARGET = "target"
     """Predicted from the tokens before it."""

@@ -35,7 +35,7 @@ class Kernels:
 
     @classmethod
     def on(cls, device: torch.device, options: ParallelConfig) -> Kernels:
-        """Of a device that is here."""
+        """The kernels that a device of this machine can use."""
         reason = why_no_triton(device)
         return cls(reason is None, decide_compile(options.compile, device, why_not=reason)[0])
 

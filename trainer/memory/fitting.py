@@ -63,7 +63,7 @@ class MemoryKeeper:
 
     @property
     def config(self) -> Config:
-        """With the plan in force in it."""
+        """The config with the values of the chosen plan."""
         return self.fit.config
 
     def take_next(self) -> Config | None:
@@ -145,7 +145,7 @@ def fit_into(
 
 
 def planned(config: Config, plan: MemoryPlan) -> Config:
-    """The config with a plan in it."""
+    """The config with the values of the plan."""
     return replace(config, parallel=plan.applied(config.parallel))
 
 

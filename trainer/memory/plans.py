@@ -33,7 +33,7 @@ class MemoryPlan:
     """FSDP: parameters stay gathered from a step's first forward to its last backward. False: as the config says."""
 
     def applied(self, options: ParallelConfig) -> ParallelConfig:
-        """The section with this plan in it."""
+        """The section with the values of this plan."""
         values: dict[str, Any] = {
             "activation_checkpointing": self.activation_checkpointing,
             "reduce_every_micro_batch": self.reduce_every_micro_batch,

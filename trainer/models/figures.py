@@ -55,7 +55,7 @@ class Micro:
 
     @classmethod
     def of(cls, config: Config, *, triton: bool, compiled: bool, gathered: bool) -> Micro:
-        """The micro-batch that a config means."""
+        """The micro-batch of a config."""
         rules, c = BatchRules.of(config), DTYPES[config.train.precision].itemsize
         return cls(rules.tokens, rules.seq_len, rules.packing, c, triton, compiled, gathered)
 

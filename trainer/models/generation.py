@@ -44,5 +44,5 @@ def read_generation(folder: Path) -> dict[str, Any]:
 
 
 def ids_of(ids: Ids) -> list[int]:
-    """The ids, of which there may be one, several or none."""
+    """The ids as a list: the value may be one id, a list or None."""
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

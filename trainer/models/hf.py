@@ -51,7 +51,7 @@ MAX_THREADS = 16
 
 @dataclass(frozen=True)
 class WeightIndex:
-    """Which file has each tensor."""
+    """The file of each tensor."""
 
     weight_map: dict[str, str]
 

@@ -95,7 +95,6 @@ def linear_modules(model: Model) -> Iterator[tuple[str, Linear]]:
 
 
 def linear_names(model: Model) -> list[str]:
-    """Their names."""
     return [name for name, _ in linear_modules(model)]
 
 

@@ -43,11 +43,11 @@ class Shape(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Blocks."""
+        """Transformer blocks."""
 
     @property
     def max_position_embeddings(self) -> int:
-        """Positions of a row, at most."""
+        """Longest row that the model takes, in tokens."""
 
     @property
     def num_params(self) -> int:
@@ -74,7 +74,7 @@ class Shape(Protocol):
 
 
 class Family(Protocol):
-    """Where shapes come from."""
+    """The source of the shapes of a model family."""
 
     def folder(self, config: Config, dist: Dist, *, weights: bool = True) -> Path | None:
         """The local folder of a model with a name, fetched where needed; None for one of the config's fields.
@@ -131,7 +131,7 @@ class Model(nn.Module, ABC):
     @property
     @abstractmethod
     def blocks(self) -> Sequence[nn.Module]:
-        """In the order in which they run."""
+        """Blocks in forward order."""
 
     @property
     @abstractmethod
@@ -143,7 +143,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def flops(self) -> Flops:
-        """Of training a token."""
+        """Floating-point operations to train on one token."""
 
     @abstractmethod
     def block_memory(self, block: nn.Module, micro: Micro) -> BlockMemory: ...

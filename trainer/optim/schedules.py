@@ -40,7 +40,7 @@ def peak_learning_rate(config: OptimConfig, rows: int) -> float:
 
 
 def render_lr_scaling(config: OptimConfig, rows: int) -> list[str]:
-    """The rule with its numbers, when there is one."""
+    """The scaling rule with its numbers; empty without a rule."""
     if config.lr_scaling == "none":
         return []
     ratio = f"{rows} / {config.base_batch_size}"
@@ -94,5 +94,5 @@ def _linear(progress: float) -> float:
 
 
 def _above(floor: float, factor: float) -> float:
-    """`factor` of the way from the floor to 1."""
+    """Interpolates between the floor and 1."""
     return factor * (1.0 - floor) + floor

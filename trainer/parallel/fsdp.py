@@ -92,7 +92,7 @@ class FSDPBackend(Backend):
         return ((group, self._modules[group.name]) for group in self.plan.groups)
 
     def _whole(self, model: Model) -> set[nn.Parameter]:
-        """The parameters that are not sharded."""
+        """Parameters that are not sharded."""
         names = ignored_names(model, self.options.ignored_modules)
         return {p for name in names for p in model.get_submodule(name).parameters()}
 

@@ -27,7 +27,7 @@ class Kept:
 
 
 def kept_by(block: BlockMemory, budget: float) -> Kept:
-    """What stays of a compiled block."""
+    """Bytes that a compiled block keeps for the backward pass."""
     everything = sum(value.size for value in block.values)
     budget = 1.0 if everything <= block.freed and budget > 0 else budget
     kept = kept_within(block.values, budget)

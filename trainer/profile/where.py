@@ -78,7 +78,7 @@ class StepTime:
         return 100 * self.of(name).ms / self.span_ms if self.span_ms else 0.0
 
     def lines(self) -> list[str]:
-        """The table, a line a row."""
+        """The table, one line for each row."""
         hidden, calls = ("hidden ms", "kernels") if self.on_device else ("", "operators")
         rows = [f"{'':26}{'ms':>10}{'%':>7}{calls:>11}{hidden:>12}".rstrip()]
         for share in self.shares:

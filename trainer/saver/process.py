@@ -124,7 +124,7 @@ class SaverProcess:
         return self._end()
 
     def end(self) -> str:
-        """Kill it, and say how it ended."""
+        """Kills the process. Returns how it ended."""
         said = self._end()
         self._region = None
         self._connection.close()

@@ -70,7 +70,7 @@ DEFAULT_RATES = {"random weights": 1e-3, "LoRA": 2e-4, "the weights of a pretrai
 
 
 def kind_of_training(config: Config) -> str:
-    """What is trained, as one of DEFAULT_RATES."""
+    """The kind of training, a key of DEFAULT_RATES."""
     if config.lora.rank is not None or config.lora.adapter is not None:
         return "LoRA"
     is_random = config.model.init == "random" or config.model.name is None

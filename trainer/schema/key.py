@@ -83,6 +83,6 @@ def key(
 
 
 def facts_of(of: Field[Any]) -> Facts:
-    """What `key` says of a field."""
+    """The facts that `key` declared for a field."""
     facts: Facts = of.metadata.get(FACTS, NONE)
     return facts

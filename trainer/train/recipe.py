@@ -75,7 +75,7 @@ class Recipe(Protocol):
 
 
 def make_recipe(config: Config) -> Recipe:
-    """The one that `config.recipe` names."""
+    """Makes the recipe that `config.recipe` names."""
     recipe: Recipe = import_module(f"trainer.recipes.{config.recipe}").recipe()
     return recipe
 

@@ -61,7 +61,7 @@ class Prompts:
 
 
 def read_prompts(config: Config, tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Prompts | None:
-    """None where the config has none."""
+    """None if the config has no prompts."""
     return Prompts(config, tokenizer, shape) if config.run.sample_prompts else None
 
 

@@ -234,7 +234,7 @@ class PeakMemory:
         self._earlier = 0
 
     def gib(self) -> float | None:
-        """None on the CPU."""
+        """Bytes as GiB; None on the CPU."""
         return round(self._bytes() / 2**30, 3) if self._on_cuda else None
 
     @contextmanager

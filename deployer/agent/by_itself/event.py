@@ -26,12 +26,12 @@ class Event(NamedTuple):
 
 
 def last_event(state: State) -> Name:
-    """Of a job that has ended."""
+    """The last event of an ended job."""
     return "failure" if state in (FAILED, LOST) else "end"
 
 
 def sentence(event: Event) -> str:
-    """One line for a person."""
+    """The event in one line of plain English."""
     whats = {
         "start": "has started",
         "restart": "starts again, attempt %d" % event.attempt,

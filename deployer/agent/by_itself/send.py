@@ -29,7 +29,7 @@ class Letter(NamedTuple):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The event is for one host."""
+    """Refuses redirects: the event, and a secret in its URL, is for one host."""
 
     def redirect_request(self, *args: Any, **more: Any) -> None:
         return None

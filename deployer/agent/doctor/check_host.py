@@ -98,7 +98,7 @@ def _check_enough(size: int, detail: str) -> Check:
 
 
 def check_cpus(seen: int, limits: Limits) -> Check:
-    """`seen`: as programs count them."""
+    """`seen`: the count that programs get (affinity, cgroup)."""
     if limits.cpus is None or limits.cpus >= seen:
         return check("CPUs", OK, "%d" % seen)
     detail = "%.3g CPUs may be used, programs see %d" % (limits.cpus, seen)
@@ -251,7 +251,6 @@ def _addressed(proc: str) -> List[str]:
 
 
 def _defaults(proc: str) -> List[str]:
-    """Interfaces of the default routes."""
     v4 = [line.split("\t") for line in read_text(proc + "/route").splitlines()[1:]]
     v6 = [line.split() for line in read_text(proc + "/ipv6_route").splitlines()]
     found = [row[0].strip() for row in v4 if len(row) > 7 and row[1] == row[7] == "00000000"]

@@ -228,7 +228,7 @@ def cpu_count() -> int:
 
 
 def memory_bytes() -> int:
-    """The machine's."""
+    """Physical memory of the machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

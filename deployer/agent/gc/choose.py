@@ -27,8 +27,6 @@ MIN_AGE_S = {
 
 
 class JobItem(NamedTuple):
-    """A job folder."""
-
     id: str
     size: int  # bytes on the disk
     ended_s: Optional[float]  # seconds since it ended; None: it has not, or nobody here can tell

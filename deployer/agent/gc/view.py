@@ -9,7 +9,7 @@ from ..requests.files.view import Stays
 
 
 class GoneJob(NamedTuple):
-    """An ended job that goes, or has gone."""
+    """An ended job that `gc` removes, or has removed."""
 
     id: str
     size_bytes: int
@@ -30,8 +30,6 @@ class GoneThings(NamedTuple):
 
 
 class KeptJobs(NamedTuple):
-    """Jobs that stay."""
-
     what: str
     """Why."""
     count: int  # type: ignore[assignment]

@@ -123,7 +123,7 @@ def refusal(view: QueueView, now: float) -> str:
 
 
 def queue_line(view: QueueView, now: float) -> str:
-    """Where a queued job stands, in one line."""
+    """The place of a queued job, in one line."""
     parts = ["position %s" % (view.position or "?")]
     parts += [_held_text(block, now) for block in view.held]
     before = ["%s of %s" % waiter for waiter in view.before]

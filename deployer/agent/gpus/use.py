@@ -46,7 +46,7 @@ class Question:
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is an nvidia-smi."""
+        """Whether the host has nvidia-smi."""
         return self._program is not None
 
     def answer(self) -> Optional[List[Use]]:

@@ -15,7 +15,7 @@ _UNLIMITED = 1 << 60
 
 
 class Limits(NamedTuple):
-    """None: no limit."""
+    """None means no limit."""
 
     memory_bytes: Optional[int]
     cpus: Optional[float]

@@ -30,7 +30,7 @@ def read_text(path: str, size: int = 1 << 20) -> str:
 
 
 def read_meminfo() -> Dict[str, int]:
-    """/proc/meminfo, in bytes."""
+    """The values of /proc/meminfo in bytes."""
     rows = [line.split() for line in read_text("/proc/meminfo").splitlines()]
     return {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if len(row) == 3 and row[1].isdigit()}
 

@@ -191,7 +191,7 @@ class LogName(NamedTuple):
 
     @property
     def rank(self) -> Optional[int]:
-        """None for what is no rank's."""
+        """None for a log that does not belong to one rank."""
         return rank_of(self.file, ".log")
 
     @property

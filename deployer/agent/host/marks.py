@@ -56,7 +56,7 @@ class Look:
         self._read_new()
 
     def _read_new(self) -> bool:
-        """Reads the processes that it has not seen; whether there were any."""
+        """Reads the processes that are new since the last call. Returns whether there were any."""
         listed = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         stats = {pid: read_stat(pid) for pid in listed if pid not in self._stats}
         new = {pid: stat for pid, stat in stats.items() if stat is not None}
@@ -110,7 +110,7 @@ class Look:
         return Found(self._running(heads - {os.getpid()}), self._running(others), max(attempts, default=1))
 
     def job_ids(self, root: Root) -> List[str]:
-        """The jobs below this root that have processes."""
+        """Ids of the jobs below this root that have processes."""
         jobs = os.path.realpath(root.jobs)
         places = {mark.folder for mark in self._marks.values()} | set(self._writers.values())
         names = {os.path.basename(place) for place in places if os.path.dirname(place) == jobs}

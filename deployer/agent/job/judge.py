@@ -110,7 +110,7 @@ def _judge(job: Job, word: Word, found: Found, is_locked: bool) -> Status:
 
 
 def _without_status(job: Job, damage: str, found: Found, is_locked: bool) -> Status:
-    """A job whose written status is none."""
+    """Judges a job whose status.json is missing or damaged."""
     begun = not os.path.isdir(job.path) or os.path.lexists(job.status) or os.path.isdir(os.path.join(job.path, "logs"))
     if found.all and (begun or found.others):
         return _damaged(damage, found)

@@ -29,7 +29,7 @@ Text = Union[str, Tuple[Union[str, Slot], ...]]
 
 
 class Devices(NamedTuple):
-    """What a role has on one node."""
+    """The GPUs of one role on one node."""
 
     kind: Literal["cuda", "cpu", "any"]
     """"any": a program that names no GPU and sees them all."""
@@ -193,7 +193,7 @@ def max_restarts(plan: Plan) -> int:
 
 
 def process_count(plan: Plan) -> int:
-    """Of all its groups together."""
+    """Processes of all groups."""
     return sum(group.role.nproc for group in groups_of(plan))
 
 

@@ -57,7 +57,7 @@ def trainer_mark(job: Job) -> Mark:
 
 
 def metrics_mark(job: Job) -> Mark:
-    """Changes with each step."""
+    """A value that changes with each step."""
     return Mark(tuple(_stats([job.metrics])))
 
 
@@ -67,7 +67,7 @@ def output_mark(job: Job, attempt: int) -> Mark:
 
 
 def rank_logs(job: Job, attempt: int) -> List[str]:
-    """The logs of all ranks of all groups."""
+    """Logs of all ranks of all groups."""
     return [log_path(job, name) for name in log_names(job, attempt) if name.rank is not None]
 
 
@@ -109,7 +109,7 @@ def _last_lines(job: Job) -> List[bytes]:
 
 
 def _record_of(line: bytes) -> Dict[str, Any]:
-    """Empty for a line that is none."""
+    """The record of a line; empty if the line is not a record."""
     try:
         return from_json(load_json(line), Dict[str, Any])
     except Damage:

@@ -51,7 +51,7 @@ def read_record(job: Job) -> Record:
 
 
 def known_record(job: Job) -> Optional[Record]:
-    """The record; None where there is none to go by."""
+    """The record; None if it is missing or damaged."""
     try:
         return read_record(job)
     except Damage:
@@ -76,7 +76,7 @@ def plan_of(job: Job, record: Record) -> Plan:
 
 
 def known_plan(job: Job) -> Optional[Plan]:
-    """The plan; None where there is none to go by."""
+    """The plan; None if it is missing or damaged."""
     try:
         return read_plan(job)
     except Damage:

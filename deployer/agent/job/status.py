@@ -168,7 +168,7 @@ def status_to_json(status: Status, *, sparse: bool = False) -> Dict[str, Any]:
 
 
 def status_from_json(value: Any) -> Status:
-    """Damage for what is no status."""
+    """Raises Damage if the value is not a status."""
     status = from_json(value, Status)
     return status if value.get("groups") is not None else status._replace(groups=(from_json(value, GroupStatus),))
 

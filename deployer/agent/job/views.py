@@ -10,7 +10,7 @@ from .status import State, Status
 
 
 class OfJob(NamedTuple):
-    """A question about one job."""
+    """A request about one job."""
 
     job: str
 

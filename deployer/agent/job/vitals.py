@@ -37,7 +37,7 @@ class Room(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """None: there is no limit."""
+    """None means no limit."""
 
     open_files: Optional[int] = None
     processes: Optional[int] = None
@@ -82,7 +82,7 @@ class Vitals(NamedTuple):
 
 
 def places(job_path: str, cache: str, env: Mapping[str, str]) -> Dict[str, str]:
-    """Where a job writes: path -> what it is to the job."""
+    """Folders that a job writes to: path -> its purpose."""
     return {
         job_path: "the job folder",
         env.get("TMPDIR") or "/tmp": "the temporary folder",

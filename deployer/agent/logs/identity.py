@@ -37,7 +37,7 @@ class Mark(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Mark":
-        """One that tells nothing where it is none."""
+        """A Mark without values if the text is not one."""
         inode, _, tail = text.partition(":")
         try:
             return cls(int(inode), bytes.fromhex(tail[: 2 * TAIL]))
@@ -60,7 +60,6 @@ class Place(NamedTuple):
 
 
 def named_path(job: Job, name: LogName) -> str:
-    """Where a log was made."""
     return os.path.join(job.logs(name.attempt, name.group.folder), name.file)
 
 

@@ -45,7 +45,7 @@ def ask(python: str, env: Dict[str, str]) -> Below:
 
 
 def make_layer(folder: str, python: str, below: Below, env: Dict[str, str]) -> None:
-    """AgentError where Python cannot make one."""
+    """Raises AgentError if Python cannot create the environment."""
     made = _run([python, "-m", "venv", "--without-pip", folder], env)
     if made.returncode != 0:
         hint = "name an interpreter with the module venv: --python P"

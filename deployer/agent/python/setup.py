@@ -39,7 +39,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Asked(NamedTuple):
-    """A setup as its job asks for it."""
+    """The setup command of a job, with its time limit and environment."""
 
     command: str
     key: str

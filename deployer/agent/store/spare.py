@@ -51,7 +51,7 @@ class SpareRecord(NamedTuple):
 
 
 def read_record(folder: str) -> SpareRecord:
-    """OSError, Damage."""
+    """Raises OSError or Damage."""
     record = read_typed(os.path.join(folder, "record.json"), SpareRecord, most=2 * MAX_TREE)
     for entry in record.entries:
         check_entry(entry)

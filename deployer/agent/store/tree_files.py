@@ -57,7 +57,7 @@ class Copier:
         self._reflink = True
 
     def copy(self, source: BinaryIO, path: str, entry: Entry) -> bool:
-        """Whether the copy at `path` has the entry's content."""
+        """Copies the file. Returns whether the copy has the entry's content."""
         digest, size = blake2b(digest_size=20), 0
         target = _create(path, entry.mode)
         try:
@@ -117,7 +117,7 @@ def make_link(target: str, path: str) -> None:
 
 
 def make_read_only(folder: str) -> None:
-    """All that is in the folder; not the folder itself. OSError."""
+    """Removes write permission from all entries below the folder, not from the folder. Raises OSError."""
     for path in _walk_up(folder):
         if not os.path.islink(path):
             os.chmod(path, stat.S_IMODE(os.lstat(path).st_mode) & ~0o222)

@@ -49,7 +49,7 @@ class Attempt:
         self._metrics_before = progress.metrics_mark(turn.job)
 
     def run(self) -> Ending:
-        """From the preparation to the verdict."""
+        """Runs one attempt, from the preparation to the verdict."""
         ending = self._prepared()
         if ending is not None:
             return self._explained(ending)
@@ -79,7 +79,7 @@ class Attempt:
 
     @property
     def stop(self) -> Optional[Stopping]:
-        """The stop that it needed to end."""
+        """The stop request that ended the attempt; None if there was none."""
         return self._watch.stop if self._watch is not None else None
 
     def report(self, ending: Ending) -> AttemptReport:

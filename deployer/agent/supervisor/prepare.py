@@ -74,7 +74,7 @@ def _setup_input(
 def _resolve_python(
     turn: Turn, given: LaunchInput, number: int, root: Root, setup: Optional[SetupInput], *, restarted: bool
 ) -> Dict[str, str]:
-    """The slots of the interpreter and of a setup."""
+    """Paths of the interpreter and of the setup's environment, by slot."""
     turn.check()
     known = slot_of(turn.status.now, "python")
     if restarted and os.path.exists(known):

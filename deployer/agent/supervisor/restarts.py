@@ -16,7 +16,7 @@ NOT_STARTED_CODES = {126: "the program cannot be executed", 127: "the program wa
 
 
 class Past(NamedTuple):
-    """One attempt that has ended."""
+    """An attempt that has ended."""
 
     state: State
     code: Optional[int]

@@ -28,7 +28,7 @@ class StatusFile:
         self._written = self._look()
 
     def note(self, **changes: Any) -> None:
-        """For the next `save`."""
+        """Keeps the values for the next `save`."""
         self.now = self.now._replace(**changes)
 
     def note_group(self, folder: str, **changes: Any) -> None:

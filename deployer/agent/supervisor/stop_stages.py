@@ -40,7 +40,7 @@ class Stopping:
         self._phase_ends = 0.0
 
     def left_s(self) -> float:
-        """What is left of the grace, in seconds."""
+        """Seconds of the grace period that are left."""
         return max(0.0, self._deadline - time.monotonic())
 
     def advance(self, request: StopRequest) -> str:

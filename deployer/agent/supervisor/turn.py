@@ -50,7 +50,7 @@ class Turn:
             hook()
 
     def ask_to_stop(self, reason: str = "") -> None:
-        """A stop that the supervisor asks for itself."""
+        """Requests a stop on behalf of the supervisor."""
         error = self.asked.ask(reason)
         if error is not None:
             say("cannot write %s: %s" % (self.job.stop, error.strerror))

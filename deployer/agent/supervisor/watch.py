@@ -76,7 +76,7 @@ class Watch:
         )
 
     def host_at_start(self) -> "VitalWatch":
-        """What was seen of the host since the start."""
+        """The host's vitals since the start."""
         self._host.look()
         assert self._host.vitals is not None
         return self._host.vitals

@@ -101,7 +101,7 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def script_of(shell: str) -> str:
-    """The script for a shell, to be read by it when it starts."""
+    """The completion script that a shell reads when it starts."""
     quote = _fish_word if shell == "fish" else shlex.quote
     deploy = quote(str((CLIENT_ROOT / "deploy.py").resolve()))
     names = {"LINE": LINE, "WORD": WORD, "VARIABLE": VARIABLE, "DEPLOY": deploy}

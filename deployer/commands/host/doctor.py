@@ -16,7 +16,7 @@ SLOW_DEPLOY_S = 8.0
 
 
 class Finding(NamedTuple):
-    """What one check says."""
+    """The result of one check."""
 
     name: str
     status: Literal["ok", "warn", "fail"]

@@ -113,7 +113,7 @@ def _model(model: str, project: Path, *, lora: bool) -> str:
 
 
 def _in_project(given: str, path: Path, project: Path) -> str:
-    """An absolute path into the project as one that travels."""
+    """Makes an absolute path below the project relative, so that it travels."""
     if not given.startswith(("/", "~")):
         return given
     return inside_of(path, project) or given

@@ -96,7 +96,7 @@ def _report(end: End) -> int:
 
 
 def _why(process: Survivor) -> str:
-    """Why it would not end."""
+    """The reason why a job did not end."""
     if process.uid is not None:
         return f" (it became another user's, uid {process.uid}: that one or root can end it)"
     return " (the kernel holds it in a call; it ends when that returns)" if process.state == "D" else ""

@@ -36,7 +36,6 @@ def lines_again(facts: Facts, run: Run) -> str:
 
 
 def _checkout(facts: Facts, home: Path) -> list[str]:
-    """The project as it was."""
     if facts.git is None or not _COMMIT.fullmatch(facts.git.commit):  # a host's word, in what people paste
         return []
     changes = [shlex.join(["git", "apply", str(home / "git.patch")])] if facts.git.dirty else []

@@ -24,7 +24,6 @@ class _Known(NamedTuple):
 
 
 def forget_jobs(job_ids: Sequence[str], *, yes: bool, as_json: bool) -> None:
-    """Those of these ids."""
     records = [find_record(job_id) for job_id in dict.fromkeys(job_ids)]
     jobs = [_known(record.job_id, record.ssh, record.root) for record in records]
     _ask(jobs, yes=yes, as_json=as_json)
@@ -32,7 +31,7 @@ def forget_jobs(job_ids: Sequence[str], *, yes: bool, as_json: bool) -> None:
 
 
 def forget_host(ssh: str | None, root: str | None, *, yes: bool, as_json: bool) -> None:
-    """All of a host, or of one folder on it."""
+    """Forgets the jobs of a host, or of one root folder on it."""
     places = {(r.ssh, r.root) for r in (*read_records(), *noted_places())}
     meant = sorted(place for place in places if place[0] == ssh and root in (None, place[1]))
     if not meant:

@@ -139,7 +139,6 @@ def _choose(groups: Sequence[Processes], wanted: Wanted, job_id: str) -> list[Pr
 
 
 def _one_of(chosen: Sequence[Processes]) -> str:
-    """How to choose one rank."""
     if len(chosen) == 1:
         return f"add --rank R, {_spans(chosen[0].ranks)}"
     there = [f"{group.role} node {group.node} rank {_spans(group.ranks)}".lstrip() for group in chosen if group.ranks]

@@ -34,7 +34,7 @@ LEAST_HEIGHT, MOST_HEIGHT = 10, 24
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be drawn, and how."""
+    """What to draw, and in which form."""
 
     keys: tuple[str, ...] = ()
     along: Along = "step"

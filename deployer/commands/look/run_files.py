@@ -55,7 +55,7 @@ class Run:
         return None
 
     def read_end(self, path: str, most: int) -> bytes | None:
-        """The same of its end."""
+        """Reads the end of the file, with the same limits."""
         for place in (self.folder / path, self.folder / "code" / path):
             with suppress(OSError, ValueError), open_regular(str(place)) as file:
                 file.seek(max(0, file.seek(0, 2) - most))
@@ -63,7 +63,7 @@ class Run:
         return None
 
     def metrics(self) -> Metrics | None:
-        """None for a run that has written none."""
+        """None if the run has written no metrics."""
         name = self.folder.name if self.folder.is_file() else METRICS
         folder = self.folder.parent if self.folder.is_file() else self.folder
         for place in (folder / name, folder / "code" / name):

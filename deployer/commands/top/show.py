@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 def snapshot(entry: Entry) -> None:
-    """One look, for a script."""
+    """The present state as one value, for --json."""
     glancer = Glancer(entry.host, entry.job_id)
     glancer.look(whole=True)
     glancer.close()

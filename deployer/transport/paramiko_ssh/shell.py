@@ -24,7 +24,7 @@ class _Typing(Remote):  # type: ignore[misc]
 
 
 class _TypingShell(_Typing, RemoteShell):  # type: ignore[misc]
-    """The same for the login shell."""
+    """The same for a login shell that reads commands from a terminal."""
 
 
 def run_shell(session: Session, command: str | None) -> int:

@@ -28,7 +28,7 @@ Ask = Callable[[Callable[[], bool]], bool]
 
 
 class HostKeys:
-    """What is known about one host."""
+    """The known keys of one host."""
 
     def __init__(self, options: SshOptions) -> None:
         self.options = options

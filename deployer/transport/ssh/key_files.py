@@ -17,7 +17,7 @@ class UnusableKey(Exception):
 
 
 class LockedKey(UnusableKey):
-    """One that has a passphrase."""
+    """A key file with a passphrase."""
 
 
 def check_key_file(path: Path) -> None:

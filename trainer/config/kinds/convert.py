@@ -121,7 +121,7 @@ def text_at(key: str, value: object) -> str:
 
 
 def mapping_at(key: str, value: object) -> dict[str, Any]:
-    """A mapping; an empty one for nothing."""
+    """The mapping; an empty one for null."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -130,7 +130,7 @@ def mapping_at(key: str, value: object) -> dict[str, Any]:
 
 
 def list_at(key: str, value: object) -> list[Any]:
-    """A list; of one thing, that alone."""
+    """The list; a single value becomes a list of one."""
     if value is None:
         return []
     if isinstance(value, dict):
@@ -142,7 +142,7 @@ def list_at(key: str, value: object) -> list[Any]:
 
 
 def render(task: Written, head: str) -> str:
-    """The task file, with what is not in it as comments."""
+    """The task file. Keys that could not be translated are comments in it."""
     lines = [f"# {shown(head)}"]
     for row in TASK_KEYS:
         if row.name in task.values:

@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A file that was read, and what it is."""
+    """A file and the kind that it was recognised as."""
 
     kind: str
     tree: Tree

@@ -109,7 +109,7 @@ def is_given(value: object) -> bool:
 
 
 def unknown_task_key(name: str, places: Places) -> ConfigError:
-    """The error for a key that a task has not, with the nearest name."""
+    """The error for an unknown key of a task, with the nearest name."""
     where = places.of(name)
     if named := next((row.name for row in TASK_KEYS if name in row.aliases), ""):
         return ConfigError(f"{name} is not a key of a task", where=where, hint=f"did you mean {named}?")

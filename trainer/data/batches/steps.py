@@ -30,7 +30,7 @@ class Loader(Protocol):
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the run."""
+        """Optimizer steps of the whole run."""
 
     def epoch_at(self, step: int) -> float:
         """Passes over the data that `step` steps make."""

@@ -61,7 +61,7 @@ class Documents:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each."""
+        """Tokens of each document."""
         lengths: list[int] = self.docs.lengths.tolist()
         return lengths
 
@@ -155,7 +155,7 @@ def is_held_out(row: Row, config: Config) -> bool:
 
 
 def divide(store: Store, table: RowTable, config: Config) -> tuple[Documents, Documents]:
-    """The documents of training and of evaluation."""
+    """Splits the documents into training and evaluation."""
     sources = list_sources(config)
     held_out_sources = np.array([source.held_out for source in sources])
     held_out = held_out_sources[table.source]

@@ -47,8 +47,6 @@ class Sink(Protocol):
 
 
 class ListStore:
-    """Documents in memory."""
-
     def __init__(self, docs: Iterable[Encoded] = ()) -> None:
         self._docs = list(docs)
 

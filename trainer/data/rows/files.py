@@ -100,7 +100,7 @@ def _refuse_foreign(line: bytes, path: Path) -> None:
 
 
 def _row(line: bytes, where: str) -> str:
-    """The line as text, when it may be a row."""
+    """The line as text. Raises DataError if it is too long."""
     if len(line) > MAX_LINE:
         raise DataError(f"a line of more than {MAX_LINE >> 20} MiB", where=where, hint="a row is an object a line")
     return _decoded(line, where)
@@ -157,7 +157,7 @@ def _read_json(path: Path, spec: str, split: str) -> Records:
 
 
 def _through_first(lines: Iterator[bytes]) -> list[bytes]:
-    """The lines up to the first that is not blank, and with it."""
+    """The lines up to and including the first that is not blank."""
     read = []
     for line in lines:
         read.append(line)

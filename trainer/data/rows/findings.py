@@ -42,7 +42,7 @@ class Findings:
             self._add((one.kind, one.what), one.rows, one.first)
 
     def add(self, remarks: Iterable[Remark], row_id: str) -> None:
-        """Count what was found in one row."""
+        """Counts a finding of one row."""
         for remark in remarks:
             self._add(remark, 1, row_id)
 
@@ -53,7 +53,7 @@ class Findings:
         self._found[remark] = before + rows, place
 
     def list(self) -> list[Finding]:
-        """All that was found, in the order in which it was."""
+        """All findings, in the order found."""
         return [Finding(kind, what, rows, first) for (kind, what), (rows, first) in self._found.items()]
 
 

@@ -99,7 +99,7 @@ def _in_proportion(config: Config, sources: Sequence[Source], position: Position
 
 
 def _read_again(config: Config, source: Source, skip: int) -> Iterator[tuple[int, Row]]:
-    """The rows of a source, over and over."""
+    """The rows of a source, repeated without end."""
     while True:
         found = False
         for records, row in _read(config, source, skip):

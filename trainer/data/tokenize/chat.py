@@ -164,7 +164,7 @@ class Chat:
         return [index for index in range(len(self.row.messages)) if self.is_answer(index)]
 
     def is_answer(self, index: int) -> bool:
-        """Whether the assistant says it."""
+        """Whether the message is of the assistant."""
         role: str = self.row.messages[index]["role"]
         return role == "assistant"
 

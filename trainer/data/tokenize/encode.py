@@ -62,7 +62,7 @@ class RowEncoder:
         return chain.from_iterable(self._processes.map(chunks(rows, CHUNK_ROWS)))
 
     def close(self) -> None:
-        """End the processes."""
+        """Ends the worker processes."""
         if self._processes is not None:
             self._processes.close()
 

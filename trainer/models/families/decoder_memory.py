@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def block_memory(block: Block, shape: DecoderShape, lora: LoraSpec | None, micro: Micro) -> BlockMemory:
-    """What one block keeps."""
+    """Bytes that one block keeps for the backward pass."""
     fused = not micro.gathered and _is_fused(block, micro.c)
     casts = (0, 0) if micro.gathered else _cast_sizes(block, micro.c)
     return BlockMemory(
@@ -178,7 +178,7 @@ def _keeps_input(linear: Linear) -> bool:
 
 
 def _linears_of(block: Block) -> list[Linear]:
-    """All products of a block."""
+    """All linear layers of a block."""
     attention, mlp = block.self_attn, block.mlp
     return [
         *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),

@@ -70,7 +70,7 @@ class _Found:
         self._links: List[str] = []
 
     def ask(self, path: str) -> bool:
-        """Whether there is anything of that path, or pattern of paths."""
+        """Whether any file matches the path or the pattern."""
         _check_below(path)
         if os.path.lexists(os.path.join(self._base, path)):
             found = [path]

@@ -32,7 +32,7 @@ RECORDS = (
 
 
 class _Fetched(NamedTuple):
-    """control/fetched.json."""
+    """The content of control/fetched.json."""
 
     paths: Tuple[str, ...] = ()
     """Files, and folders of which all came, relative to the job's folder."""

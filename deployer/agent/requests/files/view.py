@@ -13,7 +13,7 @@ LINKS = 8
 
 
 class FilesRequest(NamedTuple):
-    """Which files of a job are wanted."""
+    """The files of a job that a client asks for."""
 
     job: str
     parts: Tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class FetchRequest(NamedTuple):
 
 
 class PieceEnd(NamedTuple):
-    """What became of a piece."""
+    """The result of reading one piece."""
 
     digest: str = ""
     """Of the bytes as they were read."""
@@ -93,7 +93,7 @@ class Stays(NamedTuple):
 
 
 class Pushed(NamedTuple):
-    """What came of a push."""
+    """The result of a push."""
 
     job_id: str
     path: str
