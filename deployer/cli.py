@@ -36,15 +36,15 @@ from deployer.terminal import (
 
 HELP = """Launch a job on any machine you can ssh to, watch it, pull its results.
 
-`deploy.py CONFIG` means `deploy.py run CONFIG`. A job keeps running when this client, its network or its terminal ends.
-`ps`, `logs`, `stop` and `pull` find it again by its ID.
+`deploy.py CONFIG` means `deploy.py run CONFIG`. A job keeps running when this program ends or the network fails. `ps`,
+`logs`, `stop` and `pull` find it again by its ID.
 
 \b
 Examples:
-  deploy.py configs/02_debug_sft_fsdp.py --ssh root@host:22
-  deploy.py configs/02_debug_sft_fsdp.py --dry-run        # without network
-  deploy.py configs/01_debug_sft.py target.device=cpu     # here, without GPU
-  deploy.py run --ssh gpu --gpus 0,1 -- python my_train.py
+  deploy.py sft --model Qwen/Qwen2.5-0.5B-Instruct --data my.jsonl --ssh gpu
+  deploy.py run --ssh root@host:22 --gpus 0,1 -- python my_train.py
+  deploy.py run my.yaml --ssh gpu --dry-run    # without network
+  deploy.py run my.yaml target.device=cpu      # on this machine, without GPU
 """
 
 

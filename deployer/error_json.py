@@ -11,7 +11,7 @@ from deployer.errors import FerryError
 from deployer.terminal import as_invoked
 
 _COMMAND_AT_END = re.compile(
-    r"(?:did you mean|go on with|bring them with): (?:\S+ )?(?:\S+/)?(?:deploy\.py|torchferry) ([^…]+)$"
+    r"(?:did you mean|go on with|pull them with): (?:\S+ )?(?:\S+/)?(?:deploy\.py|torchferry) ([^…]+)$"
 )
 
 

@@ -21,11 +21,11 @@ class ExitCode(NamedTuple):
 
 
 EXIT_CODES = (
-    ExitCode(0, "The job succeeded, and the results asked for are on this client."),
+    ExitCode(0, "The job succeeded, and the results asked for are on this machine."),
     ExitCode(ANSWERED_NO, "You answered no to a question, a check of `doctor` failed, or `stop` left processes."),
     ExitCode(USAGE, "The usage or the config has a mistake, or there is no such job."),
     ExitCode(
-        NOT_HOME, "The job succeeded, but a result asked for is not here. The last line names it and how to get it."
+        NOT_HOME, "The job succeeded, but a result asked for was not pulled. The last line names it and how to get it."
     ),
     ExitCode(RUNS_ON, "The job runs, or may run, without this client: you detached (Ctrl-C), or the client gave up."),
     ExitCode(STALLED, "`--stall-timeout` or `--idle-timeout` ended the job."),

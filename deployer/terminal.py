@@ -81,7 +81,7 @@ def as_invoked(text: str) -> str:
 # not a file of that name which somebody ships
 _OWN_NAME = re.compile(
     r"(?<![\w/.-])deploy\.py(?= (?:CONFIG|configs/|run|sft|pretrain|repeat|resume|stop|ps|status|top|logs|plot|report"
-    r"|history|pull|push|forget|exec|shell|tunnel|tensorboard|doctor|gc|gpus|completion|init|keys|convert)\b)"
+    r"|history|pull|push|forget|exec|shell|tunnel|tensorboard|doctor|gc|gpus|completion|train|init|keys|convert)\b)"
 )
 
 

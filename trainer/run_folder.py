@@ -25,9 +25,9 @@ _held: list[int] = []  # descriptors that stay open to the end of this process
 
 
 def taken_by(run_dir: Path, *, patience_s: float = PATIENCE_S) -> str | None:
-    """Take the run folder for this process; after some patience, who else has it.
+    """Take the run folder's lock for this process. Returns None, or after `patience_s` a text that names the holder.
 
-    The lock is of the node: on a network file system another host may not see it.
+    The lock is valid on this node: on a network file system another host may not see it.
     """
     descriptor, others = _open(run_dir / LOCK_FILE), _open(run_dir / RANKS_LOCK_FILE)
     deadline = time.monotonic() + patience_s

@@ -1,9 +1,9 @@
-"""What Python loads of the agent: files that are the agent's own, and bytecode that is whole.
+"""Loads the agent's modules: only files that belong to this account, and only undamaged bytecode.
 
-Python takes bytecode for whole that a full disk, a lost power or a bad disk has damaged. And a root in /tmp can be
-removed by a housekeeper and made anew by another account, below a supervisor or an agent that loads more of itself.
+Python accepts bytecode that a full disk, a power cut or a bad disk has damaged. And a root in /tmp can be removed by a
+cleaning program and recreated by another account, while a supervisor or an agent still loads modules from it.
 
-Whoever starts a Python with the agent runs this file's text first; so it imports nothing of this package.
+A process that starts a Python with the agent runs this file's text first, so it imports nothing from this package.
 """
 
 import errno
@@ -23,7 +23,7 @@ def _seal(data: bytes) -> bytes:
 
 
 class OwnLoader(SourceFileLoader):
-    """Bytecode that is not as it was written counts as missing: Python compiles the module anew then."""
+    """Treats bytecode that differs from what was written as missing: Python then compiles the module again."""
 
     def get_data(self, path: str) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe keeps nobody waiting
@@ -46,7 +46,7 @@ class OwnLoader(SourceFileLoader):
 
 
 def enter(home: str) -> None:
-    """Makes the agent in a folder importable."""
+    """Makes the agent in this folder importable."""
 
     def find_in(path: str) -> FileFinder:
         if not (path + "/").startswith(home + "/"):

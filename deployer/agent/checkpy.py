@@ -1,10 +1,11 @@
-"""Run by an interpreter that may become the job's: which requirements does it not meet? Prints one JSON object.
+"""Run by an interpreter that may become the job's: checks which requirements it does not meet, and prints one JSON
+object.
 
 stdin: {"requires": [PEP 508 text], "constraints": [the same], "python": versions} -> {"executable", "version", "unmet":
-[text with what is there], "folders": [where packages are looked for], "found": {name: version}}. Distributions
-are looked up by their metadata; nothing is imported. What cannot be checked counts as unmet.
+[text with the installed version], "folders": [where packages are looked for], "found": {name: version}}. Distributions
+are looked up by their metadata; nothing is imported. A requirement that cannot be checked counts as unmet.
 
-Stdlib only, Python 3.8; an older Python fails here and is no candidate.
+Stdlib only, Python 3.8; an older Python fails here and is not a candidate.
 """
 
 import sys
@@ -21,7 +22,7 @@ from importlib import import_module, metadata  # noqa: E402
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple  # noqa: E402
 
 _PLAIN_VERSION = re.compile(r"v?([0-9]+(?:\.[0-9]+)*)(?:(?:a|b|rc)[0-9]+(?=\+))?(?:\+[a-z0-9.]+)?\Z")
-"""Without packaging: what has a phase (1.0rc1, 1.0.post1) cannot be compared, but for a vendor's build."""
+"""Without packaging: a version with a phase (1.0rc1, 1.0.post1) cannot be compared, except a vendor's build."""
 
 
 class Wanted(NamedTuple):
@@ -29,13 +30,14 @@ class Wanted(NamedTuple):
     extras: Tuple[str, ...]
     url: str
     fits: Callable[[str], bool]
-    """Whether a version does. ValueError when that cannot be told."""
+    """Whether a version fits. Raises ValueError if that cannot be determined."""
     applies: Callable[[str], bool]
-    """Whether it is meant for this interpreter, with this extra ("" for none). ValueError as above."""
+    """Whether the requirement applies to this interpreter, with this extra ("" for none). Raises ValueError as
+    above."""
 
 
 def find_parser() -> Any:
-    """packaging's Requirement, its own or pip's copy; None when neither is here."""
+    """packaging's Requirement, from packaging or from pip's copy; None if neither is installed."""
     for name in ("packaging.requirements", "pip._vendor.packaging.requirements"):
         try:
             return import_module(name).Requirement
@@ -60,7 +62,7 @@ def parse_requirement(text: str, parser: Any) -> Wanted:
 
 
 def _contains(specifier: Any, version: str) -> bool:
-    # vendors' images call their build of 2.11 "2.11.0a0+abc": it serves as 2.11
+    # vendors' images call their build of 2.11 "2.11.0a0+abc": it counts as 2.11
     release = re.match(r"[0-9.]+", version)
     return specifier.contains(version, prereleases=True) or (
         "+" in version and release is not None and specifier.contains(release.group(), prereleases=True)
@@ -68,7 +70,7 @@ def _contains(specifier: Any, version: str) -> bool:
 
 
 def parse_simply(text: str) -> Wanted:
-    """Without packaging: versions of plain numbers alone, and markers that read like Python."""
+    """Without packaging: only versions of plain numbers, and markers that read like Python."""
     match = re.match(r"\s*([A-Za-z0-9._-]+)\s*(?:\[([^]]*)\])?\s*(?:@\s*(\S+)|\(?([^;)@]*)\)?)\s*(?:;(.*))?\Z", text)
     if match is None:
         raise ValueError("not a requirement: %r" % text)
@@ -84,7 +86,8 @@ def parse_simply(text: str) -> Wanted:
 
 
 def _evaluate(node: Any, extra: str) -> bool:
-    """The value of a marker, whose grammar is Python's but for `~=` and `===`. ValueError for anything else."""
+    """The value of a marker, whose grammar is Python's except for `~=` and `===`. Raises ValueError for anything
+    else."""
     if isinstance(node, ast.BoolOp):
         values = [_evaluate(value, extra) for value in node.values]
         return all(values) if isinstance(node.op, ast.And) else any(values)
@@ -155,8 +158,8 @@ def _numbers(version: str) -> List[int]:
 
 
 def unmet(text: str, parser: Any, found: Dict[str, str], *, constraint: bool = False) -> List[str]:
-    """What to tell about a requirement that is not met, or whose extras lack something; [] for one that is. `found`
-    gets the version there. A constraint is met by what is not installed."""
+    """What is missing for a requirement or its extras; [] if nothing is. `found` gets the installed version. A package
+    that is not installed meets a constraint."""
     try:
         return _unmet(text, parser, found, "", constraint, set())
     except RecursionError:
@@ -192,8 +195,8 @@ def _unmet(
 
 
 def _is_from(record: Optional[str], url: str) -> bool:
-    """Whether a distribution was installed from this address, as its direct_url.json says: users, passwords and what
-    follows `?` or `#` apart, which are no part of either."""
+    """Whether a distribution was installed from this address, according to its direct_url.json; users, passwords and
+    what follows `?` or `#` do not count."""
     known = json.loads(record or "{}")
     vcs = known.get("vcs_info", {})
     wanted, revision = url, ""
@@ -217,7 +220,7 @@ def python_fits(specifier: str, parser: Any) -> bool:
 
 
 def as_bytes_are(path: str) -> str:
-    """The path as who asks reads it: this Python may run in a locale that is not UTF-8."""
+    """The path as the caller decodes it: this Python may run in a locale that is not UTF-8."""
     return os.fsencode(path).decode("utf-8", "surrogateescape")
 
 

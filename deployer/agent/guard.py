@@ -1,10 +1,11 @@
-"""Whether another account of the host could change what we run or write to, and folders that none can change.
+"""Whether another account of the host could change files that we run or write, and folders that no other account can
+change.
 
-What is checked is what is used: a folder that is ours (or root's), in one that nobody else may write to, cannot be
-renamed or replaced by anybody else, so its path means the same for as long as it is there. In a folder with the sticky
-bit that holds for what is ours in it.
+The check covers the very path that is used: a folder that is owned by us (or root), in a folder that nobody else may
+write to, cannot be renamed or replaced by another account. So its path means the same folder as long as it exists. In a
+folder with the sticky bit, this holds for our entries.
 
-Stdlib only, Python 3.8. It travels ahead of the loader, in the same text, so it imports nothing of this package.
+Stdlib only, Python 3.8. It is sent before the loader, in the same text, so it imports nothing from this package.
 """
 
 import errno
@@ -13,21 +14,21 @@ import stat
 from typing import Iterable, Set
 
 TRUSTED = "~/.torchferry-trusted"
-"""A file with folders, a line each: whoever can write to them may run code as the user."""
+"""A file with one folder per line: every account that can write to these folders may run code as the user."""
 OURS = ("agent", "jobs", "store", "data", "envs", "tmp", "cache")
-"""What a root has: what lies there is executed, or written to."""
+"""The folders of a root whose files are executed or written."""
 MOST_LINKS = 40
 
 
 class Refused(OSError):
-    """What another account could change; `hint` is what the user can do about it where it is theirs."""
+    """A path that another account could change. `hint`: what the user can do about it, if the path is the user's."""
 
     hint = ""
 
 
 def settle_home(*, must_be_ours: bool) -> None:
-    """HOME, where it is empty, relative, `/` (nobody's home) or, with `must_be_ours`, no folder or another account's,
-    becomes what the account's entry says."""
+    """Sets HOME from the account's entry if HOME is empty, relative or `/` (nobody's home). With `must_be_ours`, also
+    if it is not a folder or belongs to another account."""
     if _is_home(os.environ.get("HOME", ""), must_be_ours):
         return
     try:
@@ -49,7 +50,7 @@ def _is_home(path: str, must_be_ours: bool) -> bool:
 
 
 def find_root(text: str) -> str:
-    """The absolute path of a root as it was given. OSError for one below a home that is not there."""
+    """The absolute path of a root as the user gave it. Raises OSError if it is below a home that does not exist."""
     path = os.path.expanduser(text)
     if path.startswith("~"):
         mine = text.split("/")[0] == "~"
@@ -58,8 +59,8 @@ def find_root(text: str) -> str:
 
 
 def secure_root(root: str) -> bool:
-    """Makes the root, closed to others, unless it is there. From then on no other account can replace it or one of
-    OURS. Raises Refused where one could; True where one could and the user trusts it (see TRUSTED)."""
+    """Creates the root with mode 0700 unless it exists. From then on no other account can replace it or one of OURS.
+    Raises Refused if one could; returns True if one could and the user trusts it (see TRUSTED)."""
     try:
         _secure_all(root, set())
         return False
@@ -77,14 +78,14 @@ def _secure_all(root: str, trusted: Set[str]) -> None:
         path = os.path.join(root, name)
         if is_open or os.path.lexists(path):  # where it is closed only we can make it
             real = secure(path, trusted)
-            # a sticky bit is not enough here: others could make names that we look for
+            # a sticky bit is not enough here: others could create names that we look for
             if _is_shared(real) and not _is_below(real, trusted):
                 raise _open_to_others(real)
 
 
 def secure(path: str, trusted: Iterable[str] = ()) -> str:
-    """Makes a folder, 0700, unless it is there, and returns its path without links. Refused where another account
-    could rename or replace it or a folder above it."""
+    """Creates a folder with mode 0700 unless it exists, and returns its path without links. Raises Refused if another
+    account could rename or replace it or a folder above it."""
     owners = (0, os.getuid())
     real, rest, links = "/", path.split("/")[::-1], 0
     while True:
@@ -129,7 +130,7 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def _is_shared(folder: str) -> bool:
-    """Whether others than root and we can write into it."""
+    """Whether another account than root and this one can write into it."""
     found = os.lstat(folder)
     if found.st_mode & stat.S_IWOTH or not found.st_mode & stat.S_IWGRP:
         return bool(found.st_mode & stat.S_IWOTH)
@@ -154,7 +155,7 @@ def _is_shared(folder: str) -> bool:
 
 
 def _first_members(gid: int) -> Set[str]:
-    """Those whose first group it is, whom the group itself does not name; of the accounts that this host itself has."""
+    """The accounts in /etc/passwd with this primary group, which the group itself does not list."""
     try:
         with open("/etc/passwd", encoding="utf-8", errors="replace") as f:
             rows = [line.split(":") for line in f]
@@ -180,7 +181,7 @@ def _name_of(uid: int) -> str:
 
 
 def _read_trusted() -> Set[str]:
-    """What the user's own file names. OSError where somebody else could have written it."""
+    """The folders in the user's file. Raises OSError if another account could have written it."""
     path = os.path.expanduser(TRUSTED)
     if not os.path.lexists(path):
         return set()

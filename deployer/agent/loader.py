@@ -1,7 +1,8 @@
-"""The first Python that runs on the host: finds the agent under its hash, or takes it from the client, and enters it.
+"""The first Python code that runs on the host: finds the agent under its hash, or receives it from the client, and
+starts it.
 
-Its source travels behind those of `guard.py` and `bytecode.py` inside the command's one base64 word, together with
-`P`, the client's first message; it must stay small and cannot import the package that it is there to find.
+Its source is sent after those of `guard.py` and `bytecode.py` in the command's single base64 word, together with `P`,
+the client's first message. It must stay small and cannot import the package that it has to find.
 """
 
 import errno
@@ -66,7 +67,8 @@ def say(P: Dict[str, Any], head: Dict[str, Any]) -> None:
 
 
 def receive(stdin: BinaryIO) -> Dict[str, str]:
-    # what the client had sent for an agent that was not there is not for us: only frames marked `agent` are
+    # frames that the client sent before it knew that the agent is missing are ignored: only those marked `agent` are
+    # read
     parts = []
     while True:
         sizes = stdin.read(8)
@@ -81,7 +83,7 @@ def receive(stdin: BinaryIO) -> Dict[str, str]:
 
 
 def name_of(sources: Dict[str, bytes]) -> str:
-    """An agent's name: a hash over the paths and sources of all its modules."""
+    """An agent's name: a hash of the paths and sources of all its modules."""
     h = blake2b(digest_size=10)
     for path in sorted(sources):
         h.update(b"%s\0%d\0" % (path.encode(), len(sources[path])) + sources[path])
@@ -89,7 +91,7 @@ def name_of(sources: Dict[str, bytes]) -> str:
 
 
 def is_intact(home: str) -> bool:
-    """Whether an agent is there as it was sent: a power cut or a full disk may have spoilt it."""
+    """Whether an installed agent is undamaged: a power cut or a full disk may have damaged it."""
     sources, folders = {}, [""]
     try:
         for below in folders:
@@ -135,7 +137,7 @@ def install(home: str, files: Dict[str, str]) -> None:
         except OSError as e:
             failures.append(e)
 
-    # all at once: the disk syncs sixty files together as fast as five one by one
+    # all at the same time: the disk syncs sixty files together as fast as five one by one
     threads = [threading.Thread(target=write, args=item) for item in files.items()]
     for thread in threads:
         thread.start()

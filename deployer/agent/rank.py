@@ -1,12 +1,12 @@
-"""The thin wrapper around each rank: gives it its own log file, and records who it is and how it ended.
+"""The wrapper of each rank: writes its output to a separate log file, and records its process and its end.
 
 torchrun starts `python -u rank.py PROGRAM ARGS...`; this starts `python -u PROGRAM ARGS...` (with `--exec` before it:
-PROGRAM itself, for what is no Python). It runs inside the job's interpreter, as a script, and imports nothing of ours.
+PROGRAM itself, if it is not Python). It runs in the job's interpreter, as a script, and imports none of our modules.
 Without TORCHFERRY_RUN_DIR (a command copied from a dry run) it becomes the program and records nothing.
 
-It lives in torchrun's session and the program in its own process group, so a signal that torchrun sends to the
-group arrives once. Killed itself (torchrun's last resort), it takes the program along; the supervisor's
-end touches neither.
+It runs in torchrun's session, and the program in its own process group, so a signal that torchrun sends to the group
+arrives once. If the wrapper is killed (torchrun's last step), the program dies with it. The supervisor's end affects
+neither.
 Stdlib only, Python 3.8, Linux.
 """
 
@@ -34,8 +34,8 @@ _STOPPED_BEFORE_START = 128 + signal.SIGTERM
 
 
 def main(args: List[str]) -> int:
-    """The program's code (128 + N for signal N), or 0 once a stop was requested: torchrun terminates all ranks when one
-    fails, and a sibling may still be saving. The truth is in the record."""
+    """The program's exit code (128 + N for signal N), or 0 after a stop was requested: torchrun terminates all ranks
+    when one fails, and another rank may still be saving. The record contains the true code."""
     argv = args[1:] if args[:1] == ["--exec"] else [sys.executable, "-u", *args]
     run_dir = os.environ.get(RUN_DIR_ENV)
     if not run_dir:
@@ -70,7 +70,7 @@ def _run(argv: List[str], rank: int, log: str, record: str, stop_flag: str) -> i
 
 
 def _start(argv: List[str], log: str) -> Tuple[int, int]:
-    """The program's pid, and which file its log is: it may be renamed meanwhile."""
+    """The program's PID, and its log's inode, because the log may be renamed later."""
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     wrapper = os.getpid()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -91,7 +91,7 @@ def _start(argv: List[str], log: str) -> Tuple[int, int]:
 
 
 def _start_copy(body: Callable[[], NoReturn]) -> int:
-    """The pid of a child that is a copy of this process and does `body`, which ends it."""
+    """The PID of a child that is a copy of this process and runs `body`, which ends it."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -102,7 +102,7 @@ def _start_copy(body: Callable[[], NoReturn]) -> int:
 
 
 def _become(argv: List[str]) -> NoReturn:
-    """Replaces this process; ends it with 127 (not found) or 126 (not executable) as a shell does."""
+    """Replaces this process by the program; ends it with 127 (not found) or 126 (not executable) as a shell does."""
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the program would inherit that
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -115,7 +115,7 @@ def _become(argv: List[str]) -> NoReturn:
 
 
 def _wait(pid: int) -> Tuple[int, Any]:
-    """(code, signal or None) once the program has ended; hands on every signal until then."""
+    """(code, signal or None) once the program has ended; forwards every signal until then."""
     while True:
         signum = signal.sigwait(_WATCHED)
         if signum != signal.SIGCHLD:
@@ -141,8 +141,8 @@ def _start_time(pid: int) -> int:
 
 
 def _write(path: str, value: Dict[str, Any], *, sync: bool = True) -> None:
-    """Atomically. A full disk must not hide the program's code: there it goes over the record of the start, which is as
-    long, so it needs no room."""
+    """Writes the record atomically. A full disk must not hide the program's code: in that case this overwrites the
+    record of the start, which has the same length and needs no new space."""
     import json  # here: by now the program has been started
 
     temporary = "%s.%d.tmp" % (path, os.getpid())
@@ -166,7 +166,8 @@ def _write(path: str, value: Dict[str, Any], *, sync: bool = True) -> None:
 
 
 def _write_over(path: str, data: bytes) -> bool:
-    """Whether the record that is there now says this; one call, so that nobody reads a part of it."""
+    """Overwrites the existing record with one call, so that no process reads a part of it. Returns whether that was
+    possible."""
     try:
         record = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""The agent: what a client may ask of a host, each request one handler.
+"""The agent: one handler for each request of a client.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -15,9 +15,9 @@ from .wire.conversation import Conversation, Handler, Sender
 
 BYTECODE_ROOM_BYTES = 64 << 20
 ADOPT_AFTER_S = 1.0
-"""The client's own request comes first; a short one has its answer by then."""
+"""Seconds to wait before adopting jobs: a short request of the client has its answer by then."""
 ADOPTION_S = 15.0
-"""The agent stays at most so long for others' jobs after its client has gone."""
+"""Maximum seconds for other jobs after the client is gone."""
 
 
 HANDLERS = {
@@ -47,7 +47,7 @@ HANDLERS = {
 
 
 def main(first: Dict[str, Any], stdin: BinaryIO) -> None:
-    """Answers the nonce, then serves requests from `stdin` on file descriptor 1 until the client is gone."""
+    """Sends the nonce, then serves requests from `stdin` on file descriptor 1 until the client is gone."""
     root = Root(first["root"])
     hold(os.path.dirname(AGENT_DIR))  # modules are imported when first needed
     sender = Sender(_take_stdout())
@@ -61,7 +61,7 @@ def main(first: Dict[str, Any], stdin: BinaryIO) -> None:
 
 
 def _adopt_soon(root: Root, client_gone: threading.Event) -> threading.Thread:
-    """Looks after the jobs whose supervisor was killed beside what the client asks for."""
+    """Adopts jobs whose supervisor was killed, at the same time as the client's requests."""
 
     def look_after() -> None:
         client_gone.wait(ADOPT_AFTER_S)
@@ -75,7 +75,7 @@ def _adopt_soon(root: Root, client_gone: threading.Event) -> threading.Thread:
 
 
 def _take_stdout() -> int:
-    # whatever else writes to 1 or 2 from here on must not get between the frames
+    # other output to 1 or 2 must not get between the frames
     out = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
@@ -83,8 +83,8 @@ def _take_stdout() -> int:
 
 
 def _write_bytecode_where_there_is_room(root: Root) -> None:
-    """On a full disk Python writes a part of a module's bytecode and takes it for whole ever after: the agent could
-    not be used any more, not even to make room."""
+    """Turns bytecode off if the disk is nearly full: Python would write a part of a module's bytecode and use it from
+    then on, so the agent would not work any more, not even to free space."""
     try:
         disk = os.statvfs(root.path)
     except OSError:
@@ -93,7 +93,7 @@ def _write_bytecode_where_there_is_room(root: Root) -> None:
 
 
 def handlers(root: Root) -> Dict[str, Handler]:
-    """Request name -> handler; imports wait until a request needs them, so that the usual path starts at once."""
+    """Request name -> handler. A module is imported when a request needs it, so that the usual path starts at once."""
 
     def ask(place: str) -> Handler:
         def handler(call: Any) -> Optional[Mapping[str, Any]]:
@@ -113,7 +113,7 @@ def handlers(root: Root) -> Dict[str, Handler]:
 
 
 def load_handler(place: str) -> Callable[[Root, Any], Optional[Mapping[str, Any]]]:
-    """Imports the function that HANDLERS names."""
+    """Imports a function named in HANDLERS."""
     from importlib import import_module
 
     module, name = place.split(":")

@@ -153,7 +153,7 @@ class Job:
         if check and result.state != "succeeded":
             raise JobFailed(result)
         if check and result.not_home:
-            raise NotHome(f"not home: {'; '.join(result.not_home)}", hint="Job.pull(max_size=0) brings all")
+            raise NotHome(f"not pulled: {'; '.join(result.not_home)}", hint="Job.pull(max_size=0) pulls all")
         return result
 
     @told()
@@ -166,7 +166,7 @@ class Job:
                 left for left in _pull(host, self.id, self.results, request).not_home if left.reason == BEYOND_LIMIT
             ]
         if beyond:
-            raise NotHome(f"not home: {METRICS} ({beyond[0].size_bytes} bytes)", hint=f"Job.pull(paths={METRICS!r})")
+            raise NotHome(f"not pulled: {METRICS} ({beyond[0].size_bytes} bytes)", hint=f"Job.pull(paths={METRICS!r})")
         try:
             with (self.results / METRICS).open("rb") as file:
                 data = file.read(MAX_BYTES)
@@ -194,7 +194,7 @@ class Job:
         with self._at_host() as host:
             request = PullRequest(None if checkpoint is None else str(checkpoint), limit, paths=named)
             if lacking := _lacking(_pull(host, self.id, target, request)):
-                raise NotHome(f"not home: {'; '.join(lacking)}")
+                raise NotHome(f"not pulled: {'; '.join(lacking)}")
         return target
 
     def stop(self, grace: float | None = None, *, force: bool = False) -> JobStatus:

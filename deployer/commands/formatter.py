@@ -36,10 +36,15 @@ def _glued(text: str) -> str:
     return _OPTION.sub(lambda option: option[0].replace("-", _GLUE), text)
 
 
+def _joined(row: tuple[str, str]) -> tuple[str, str]:
+    """`--dry-run[=remote]`: the value stands without a blank, as it is typed."""
+    return row[0].replace(" [=", "[="), row[1]
+
+
 def write_options(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
     """The command's own options, those of the connection in a group below, and --help at the end."""
     options = [param for param in command.get_params(ctx) if isinstance(param, click.Option)]
-    rows = {option: row for option in options if (row := option.get_help_record(ctx)) is not None}
+    rows = {option: _joined(row) for option in options if (row := option.get_help_record(ctx)) is not None}
     connects = any("--ssh-key" in option.opts for option in rows)
     connection = [row for option, row in rows.items() if connects and CONNECTION.intersection(option.opts)]
     *own, last = [row for row in rows.values() if row not in connection]

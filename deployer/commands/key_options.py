@@ -54,20 +54,24 @@ def _row(flag: str, key: str, help: str, *, at_resume: Mapping[str, Any] | None 
 
 SSH = _row("--ssh", "target.ssh", "The host: an address or an alias of ~/.ssh/config.", metavar="[USER@]HOST[:PORT]")
 ROOT = _row("--remote-root", "target.root", f"Torchferry's folder on the host [{DEFAULT_ROOT}].", metavar="DIR")
+GPUS = "GPUs by nvidia-smi index or UUID (2 is the third GPU), or auto:N for the N freest"
 JOB = (
     _row(
         "--gpus",
         "target.gpu_ranks",
-        "GPUs by nvidia-smi index or UUID (2 is the third GPU), or auto:N for the N freest. Without it a config uses "
-        "its target.gpu_ranks, and a program sees all GPUs.",
+        f"{GPUS}. Without it a config uses its target.gpu_ranks, and a program sees all GPUs.",
         type=parse_gpus,
         metavar="0,2 or auto:2",
-        at_resume={"metavar": "0,2", "help": "Run on these GPUs instead; torchrun starts one process on each."},
+        at_resume={
+            "metavar": "0,2",
+            "help": "Run on these GPUs instead; a job under torchrun gets one process for each.",
+        },
     ),
     _row(
         "--device",
         "target.device",
-        "cuda or auto: run on GPUs. cpu: run without; --gpus 0,1 then means two processes.",
+        "auto or cuda: run on GPUs, never on the CPU instead. cpu: run without GPUs; --gpus 0,1 then means two "
+        "processes.",
         type=click.Choice(["auto", "cuda", "cpu"]),
     ),
     _row("--name", "run.name", "Name of the run; the job's ID begins with it.", metavar="NAME"),
@@ -152,7 +156,7 @@ LIMITS = (
     _row(
         "--stall-timeout",
         "target.stall_timeout_s",
-        "End the attempt as failed if no step finishes for this long.",
+        "End the attempt as failed after this long without a step; for your own program: without output.",
         type=parse_duration,
         metavar="10m",
         at_resume={},
@@ -184,13 +188,14 @@ LIMITS = (
 """What the host does with a job by itself."""
 
 
-def with_keys(rows: Sequence[Row], *, resume: bool = False) -> Decorator:
-    """The options of these rows; of a resume those that it takes."""
+def with_keys(rows: Sequence[Row], *, resume: bool = False, gpus: str | None = None) -> Decorator:
+    """The options of these rows; of a resume those that it takes. `gpus`: which GPUs a command takes without --gpus."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for row in reversed(rows):
             if not resume or row.at_resume is not None:
-                command = row.option(resume=resume)(command)
+                help = f"{GPUS} [{gpus}]." if gpus and row.flag == "--gpus" else row.help
+                command = row._replace(help=help).option(resume=resume)(command)
         return command
 
     return decorate

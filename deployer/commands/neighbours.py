@@ -75,7 +75,7 @@ For what is not here `run`, `sft` and `resume` ask the schema, which knows other
 what stands under `run`."""
 
 ABSENT = {
-    "--output-dir": "results come home to results/ID, and deploy.py pull ID --to DIR brings them elsewhere",
+    "--output-dir": "results are pulled to results/ID; deploy.py pull ID --to DIR puts them elsewhere",
     "--nodes": "a job runs on one host",
     "--nnodes": "a job runs on one host",
 }

@@ -187,7 +187,7 @@ ACCEPT = click.option(
 TRANSPORT = click.option(
     "--transport",
     type=click.Choice(WAYS),
-    help="How to connect [auto: openssh (the ssh program) if the host's ssh options need it, else fabric].",
+    help="How to connect [auto: openssh (the ssh program) if your ssh_config or key needs it, else fabric].",
 )
 CONNECT_TIMEOUT = click.option(
     "--connect-timeout",
@@ -223,20 +223,22 @@ NOTIFY = click.option(
 
 def with_results(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say how long this client stays with a job, what it brings home, and whom it tells."""
-    detach = click.option("--detach", is_flag=True, help="Return once the job has started.")
+    detach = click.option(
+        "--detach", is_flag=True, help="Return once the host has accepted the job, even if it is queued."
+    )
     no_pull = click.option("--no-pull", is_flag=True, help="Leave the results on the host.")
     pull_max = click.option(
         "--pull-max",
         default=PULL_MAX,
         metavar="SIZE",
-        help=f"Leave on the host what exceeds this; 0: no limit [{PULL_MAX}].",
+        help=f"Limit for all results together; the rest stays on the host. 0: no limit [{PULL_MAX}].",
     )
     return detach(no_pull(pull_max(NOTIFY(command))))
 
 
 def with_limits(*, resume: bool = False) -> Decorator:
     """The options that say what the host does with a job by itself."""
-    allow_busy = click.option("--allow-busy", is_flag=True, help="Use GPUs even if other processes use them.")
+    allow_busy = click.option("--allow-busy", is_flag=True, help="Use GPUs even if other jobs or processes use them.")
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         return allow_busy(with_keys(LIMITS, resume=resume)(command))
@@ -355,7 +357,9 @@ def newest_job(ssh: str | None = None, root: str | None = None) -> JobRecord:
     if not meant:
         where = (f" on {ssh}" if ssh else "") + (f" in {root}" if root else "")
         asked = f"deploy.py ps --ssh {shlex.quote(ssh)}" if ssh else "deploy.py ps"
-        raise UnknownJob(f"no job was launched from here{where}", hint=f"give the id of one; {asked} lists the jobs")
+        raise UnknownJob(
+            f"no job was launched from this machine{where}", hint=f"give the id of one; {asked} lists the jobs"
+        )
     latest = [record for record in meant if record.created == meant[-1].created]  # told to the second
     return max(latest, key=written_at)
 

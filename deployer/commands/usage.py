@@ -61,7 +61,8 @@ def _hint(error: click.ClickException, ctx: click.Context | None) -> str:
         takes = next((param for param in ctx.command.params if error.option_name in param.opts), None)
         metavar = getattr(takes, "metavar", None)
         if metavar and "not take" not in error.message:
-            return f"write {error.option_name} {metavar}"
+            each = metavar.replace(" or ", f" or {error.option_name} ")
+            return f"write {error.option_name} {each}"
     if isinstance(error, click.MissingParameter):
         return f"write {program} {' '.join(ctx.command.collect_usage_pieces(ctx))}"
     return f"{program} --help lists the options"

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_EVENT = 4 << 20
-"""Bytes of one event's value at most, unless its call expects more."""
+"""Maximum bytes of one event's value, unless its call expects more."""
 ITEM_BYTES = 20
-"""A value may have one item for so many of its bytes: in memory an item takes many times what it takes as text."""
+"""A value may have at most one item per this many bytes: in memory an item takes many times the space of its text."""
 MAX_WAITING = 32
-"""Frames of one call; a caller that is slower keeps the link's reader waiting, and the host by that."""
+"""Frames of one call that wait. If its caller is slower, the link's reader waits, and therefore the host."""
 
 
 class Call:
@@ -56,14 +56,14 @@ class Call:
         self._inbox.end(error)
 
     def _refuse(self, error: FerryError) -> None:
-        """Nothing more is taken: who is sending ends at once and says why."""
+        """Refuses further data: a thread that sends stops at once and raises the error."""
         self._refusal = self._refusal or error
         self._window.close()
 
     def events(self) -> Iterator[tuple[str, Any, bytes]]:
         """(name, value, data) of every event up to the answer; `data` events carry bytes and their head as value.
 
-        Raises the host's error as ours, LostConnection when the connection broke.
+        Raises the host's error as one of ours, and LostConnection if the connection broke.
         """
         while True:
             frame = self._inbox.get()
@@ -87,7 +87,7 @@ class Call:
                     self.link.send({"id": self.id, "grant": len(frame.body)})
 
     def _event(self, frame: Frame) -> tuple[str, Any, bytes] | None:
-        """None for a part of a value that is not complete yet."""
+        """The event of a frame; None for a part of a value that is not complete yet."""
         head, control = frame.head, frame.control
         if control.json:
             self._json += frame.body
@@ -112,7 +112,7 @@ class Call:
     def result(self, event: str, kind: type[T]) -> T: ...
 
     def result(self, event: str = "ok", kind: Any = Any) -> Any:
-        """The value of the last event of that name (`ok`: the answer); other events are passed over."""
+        """The value of the last event of this name (`ok`: the answer); ignores other events."""
         found = None
         for name, value, _ in self.events():
             if name == event:
@@ -120,20 +120,21 @@ class Call:
         return self.read(found, kind, event)
 
     def read(self, value: Any, kind: type[T], what: str) -> T:
-        """A value that came, as what it must be. HostError for another one."""
+        """A received value, checked against its type. Raises HostError if it does not have this type."""
         try:
             return from_json(value, kind)
         except Damage as damage:
             raise self.link.not_understood(damage.within(what)) from None
 
     def check_job_id(self, job_id: str, what: str) -> None:
-        """HostError for what is no id: it stands in commands that people copy, and in a path."""
+        """Raises HostError if this is not a job ID: people copy commands that contain it, and it becomes part of a
+        path."""
         if not JOB_ID.match(job_id):
             raise self.link.not_understood(Damage(f"is {job_id[:60]!r}", place=what))
 
     def send_data(self, data: bytes, *, hurried: bool = True, **head: Any) -> None:
         """Sends bytes up this call's stream, as fast as the host takes them. `hurried`: a host that takes none for some
-        time is gone; otherwise it may."""
+        time counts as lost; otherwise this waits."""
         for start in range(0, len(data), frames.MAX_BODY) or (0,):
             part = data[start : start + frames.MAX_BODY]
             try:
@@ -146,22 +147,22 @@ class Call:
         self.link.send({"id": self.id, "end": True})
 
     def let_wait(self, most: int) -> None:
-        """So many frames may wait here before they keep the link's other calls waiting."""
+        """Sets how many frames may wait here before they delay the link's other calls."""
         self._inbox.most = most
 
     def pending(self) -> bool:
-        """Whether a frame has come that `events` has not given out yet."""
+        """Whether a frame has arrived that `events` has not returned yet."""
         return len(self._inbox) > 0
 
     def cancel(self) -> None:
-        """Tells the host that nobody waits for the answer any more."""
+        """Reports to the host that the caller does not wait for the answer any more."""
         self.link.send({"id": self.id, "cancel": True})
 
 
 class _Inbox:
-    """A short queue from the thread that reads a link to the one that takes a call's events.
+    """A short queue from the thread that reads a link to the thread that takes a call's events.
 
-    Few frames wait in it, so that no host fills this machine's memory.
+    It holds few frames, so a host cannot fill this machine's memory.
     """
 
     def __init__(self) -> None:
@@ -171,7 +172,7 @@ class _Inbox:
         self.most = MAX_WAITING
 
     def put(self, frame: Frame) -> None:
-        """Waits for room. What comes after the end is dropped."""
+        """Adds a frame; waits for room. Drops the frame if the queue has ended."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._frames) < self.most or self._error is not None)
             if self._error is None:
@@ -179,13 +180,13 @@ class _Inbox:
             self._changed.notify_all()
 
     def end(self, error: FerryError) -> None:
-        """Nothing more will come; who takes hears of the error after the frames that are there."""
+        """Ends the queue: `get` raises this error after the frames that are still in it."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def get(self) -> Frame:
-        """The next frame; waits for it. Raises the error that ended the link."""
+        """Waits for the next frame. Raises the error that ended the link."""
         with self._changed:
             self._changed.wait_for(lambda: self._frames or self._error is not None)
             if not self._frames:
@@ -199,8 +200,6 @@ class _Inbox:
 
 
 class _Refusal(NamedTuple):
-    """A host's error."""
-
     kind: str = ""
     message: str = "the host gave no reason"
     hint: str = ""

@@ -1,4 +1,4 @@
-"""The one command line that is ever sent to a host: a constant text for /bin/sh and one word with all the rest."""
+"""The only command line that is sent to a host: a constant text for /bin/sh, and one word with everything else."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from deployer.agent.loader import name_of
 from deployer.errors import FerryError
 
 MAX_WORD = 96 * 1024
-"""Linux allows 128 KiB for one argument, and the login shell gets the whole command as one."""
+"""Linux allows 128 KiB for one argument, and the login shell gets the whole command as one argument."""
 
 _MODULE = re.compile(r"(\w+/)*\w+\.py", re.ASCII)  # no editor's copy beside it: the loader takes nothing else
 
-# The one shell text that is ever sent. No single quote, backslash, exclamation mark or newline inside: every login
-# shell (fish and tcsh too) hands it on unchanged. The job's own interpreter is data, this one only runs the agent. An
-# interpreter that is too old says so by exit status 97. One that ends before the loader has begun (it cannot start, or
-# is a script that fails) has said why; in both cases the next one is tried. What a signal ended is not tried again.
-# `-X utf8`: names are bytes, and a host's locale must not read them otherwise than the client wrote them.
+# The only shell text that is sent. It contains no single quote, backslash, exclamation mark or newline: every login
+# shell (fish and tcsh too) passes it on unchanged. The job's interpreter is data; this one only runs the agent. An
+# interpreter that is too old exits with status 97. One that ends before the loader has begun (it cannot start, or is a
+# script that fails) has printed why. In both cases the next one is tried. One that a signal ended is not tried again.
+# `-X utf8`: names are bytes, and the host's locale must not decode them in another way than the client wrote them.
 _SHELL = (
     "for p in python3 /usr/bin/python3 /usr/local/bin/python3 /opt/conda/bin/python3 "
     "python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python; do "
@@ -48,7 +48,7 @@ except Exception:
 
 
 def build_command(word: str) -> str:
-    """The exec's command line: /bin/sh, the constant text, and the word; the same under every login shell."""
+    """The exec's command line: /bin/sh, the constant text, and the word; the same for every login shell."""
     return f"/bin/sh -c '{_SHELL}' {word}"
 
 
@@ -60,7 +60,7 @@ def build_word(message: dict[str, Any]) -> str:
 
 @cache
 def _loader_source() -> str:
-    """The loader, behind the modules whose functions it calls: it runs before any can be imported."""
+    """The loader, after the modules whose functions it calls: it runs before any of them can be imported."""
     parts = ("guard.py", "bytecode.py", "loader.py")
     return "\n".join(Path(AGENT_DIR, part).read_text(encoding="utf-8") for part in parts)
 
@@ -88,5 +88,5 @@ def _read_module(path: Path) -> str:
 
 @cache
 def agent_hash() -> str:
-    """Name of this client's agent: a change of any of its files is another agent."""
+    """The name of this client's agent: any change of its files gives another name."""
     return name_of({path: source.encode("utf-8") for path, source in agent_sources().items()})

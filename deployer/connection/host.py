@@ -1,7 +1,8 @@
-"""A host as the user named it: opens links to it, over one connection that is made again when it broke."""
+"""A host as the user named it: opens links to it over one connection, and reconnects if that broke."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 
 HERE = "this machine"
 GIVE_UP_AFTER_S = 600.0
-"""A broken connection is tried again for this long; the job runs on meanwhile, and afterwards."""
+"""Seconds during which the client tries to reconnect. The job runs on during this time and after it."""
 _told: set[str] = set()
-"""Commands after --ssh whose needless options were told."""
+"""Commands after --ssh whose options without effect were reported."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 Way = Literal["auto", "fabric", "openssh"]
-"""How to connect by SSH; `make_transport` says what they are."""
+"""How to connect by SSH; see `make_transport`."""
 
 Tell = Callable[[Shown], None]
 
@@ -40,14 +41,15 @@ class Host:
     transport: Way = "auto"
     connect_timeout_s: float | None = None
     begun: Transport | None = field(default=None, repr=False)
-    """A connection to `ssh` that began before all of this was known."""
+    """A connection to `ssh` that was started before the other fields were known."""
     _transport: Transport | None = field(default=None, init=False, repr=False)
     _link: Link | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.root.startswith(("/", "~")):
             raise UsageError(
-                f"the remote root {self.root!r} is a relative path", hint="begin it with / or ~ (the home on the host)"
+                f"the remote root {self.root!r} is a relative path",
+                hint="begin it with / or ~ (the home folder on the host)",
             )
         if self.ssh is None and self.ssh_key is not None:
             raise UsageError("--ssh-key names a key for --ssh, and there is none: this machine is meant")
@@ -68,19 +70,24 @@ class Host:
     def name(self) -> str:
         return self.ssh or HERE
 
+    @property
+    def full_name(self) -> str:
+        """`name`; for this machine followed by its host name, which its error messages contain."""
+        return self.ssh or f"{HERE} ({os.uname().nodename})"
+
     def prefetch(self) -> None:
-        """Begins to connect in the background, unless that has begun."""
+        """Begins to connect in the background, unless a connection exists."""
         if self._transport is None:
             self._transport = self._make_transport()
 
     def load(self) -> None:
-        """After `prefetch`, before work that can wait: see SshTransport."""
+        """Call it after `prefetch` and before work that can wait; see SshTransport."""
         if self.ssh is not None:
             load_link(self._ssh_transport())
 
     def connect(self, *, request: dict[str, Any] | None = None, **more: Any) -> Link:
-        """A link with its first request under way, and `more` as Link.open takes it. ConnectError, or the host's own
-        refusal from the call."""
+        """Opens a link and sends its first request; `more`: see Link.open. Raises ConnectError; the call raises a
+        refusal by the host."""
         from deployer.connection.link import Link  # the connection begins before this is loaded
 
         if self._link is not None and self._link.lost and self._transport is not None:
@@ -100,11 +107,11 @@ class Host:
             transport.close()
 
     def another(self) -> Host:
-        """The same place, for a separate connection."""
+        """The same host, for a separate connection."""
         return Host(self.ssh, self.root, self.ssh_key, self.accept_new_host_key, self.transport, self.connect_timeout_s)
 
     def dial(self) -> float:
-        """Connects unless connected, and returns the seconds that it took. ConnectError with a hint."""
+        """Connects unless connected, and returns the seconds that it took. Raises ConnectError with a hint."""
         begun = time.monotonic()
         self.prefetch()
         assert self._transport is not None
@@ -112,7 +119,7 @@ class Host:
         return time.monotonic() - begun
 
     def close(self) -> None:
-        """Ends the connection, if there is one; jobs stay."""
+        """Closes the connection, if there is one; jobs keep running."""
         if self._link is not None:
             self._link.close()
         if self._transport is not None:
@@ -137,7 +144,7 @@ class Host:
 
 
 def load_link(transport: Transport) -> None:
-    """Loads what a link over a connection that has begun needs; there is nothing to load for this machine."""
+    """Loads the modules that a link over this connection needs; a local connection needs none."""
     from deployer.connection.ssh_transport import SshTransport
 
     if isinstance(transport, SshTransport):
@@ -156,9 +163,9 @@ def make_transport(
     """The transport to an address as typed after `--ssh`; None is this machine. An SSH connection begins at once, in
     the background; `connect` waits for it.
 
-    `way`: `fabric` (paramiko), `openssh` (the ssh program), or `auto`, which takes openssh where the options of the
-    host need it. `connect_timeout_s` bounds connecting and logging in, without the time in which a person is asked;
-    unless given it is ssh_config's ConnectTimeout, or 10 s.
+    `way`: `fabric` (paramiko), `openssh` (the ssh program), or `auto`, which uses openssh if the host's options need
+    it. `connect_timeout_s` bounds connecting and logging in, without the time in which a person answers a question;
+    without it, ssh_config's ConnectTimeout or 10 s counts.
     """
     if ssh is None:
         from deployer.transport.local import LocalTransport
@@ -179,11 +186,11 @@ def make_transport(
     return transport
 
 
-# --- a connection that broke ------------------------------------------------------------------------------------------
+# --- broken connections -----------------------------------------------------------------------------------------------
 
 
 class Patience:
-    """Back-off over connections that break; gives up when nothing has come for this long."""
+    """The back-off while connections break; gives up if nothing has arrived for `give_up_after_s`."""
 
     def __init__(self, tell: Tell, *, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
         self._tell = tell
@@ -192,11 +199,11 @@ class Patience:
         self._last = time.monotonic()
 
     def progressed(self) -> None:
-        """Something has come: the next break is a new one."""
+        """Something has arrived: the next break starts again with the shortest wait."""
         self._tries, self._last = 0, time.monotonic()
 
     def wait(self, error: FerryError) -> None:
-        """Waits before the next try. Raises the error, as LostConnection, when it was the last one."""
+        """Waits before the next try. After the last one, raises the error as LostConnection."""
         if time.monotonic() - self._last > self._give_up_after_s:
             raise LostConnection(error.message, where=error.where, hint=error.hint) from error
         if not self._tries:

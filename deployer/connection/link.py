@@ -1,8 +1,8 @@
 """The client's half of the conversation with the agent on a host: one exec, then frames both ways.
 
 `Link.open` sends one constant line for `/bin/sh` and one base64 word. The word carries the loader, a nonce, the agent's
-hash and, for the usual case, the first request itself, so that an unchanged deployment costs one exec and no answer is
-waited for. An agent that is missing on the host is sent down the same channel.
+hash and, for the usual case, the first request itself, so an unchanged launch needs one exec and waits for no answer.
+If the host lacks the agent, it is sent over the same channel.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from deployer.transport.protocol import Limits, Stream, Transport
 
 LOGIN_ENDS_S = 600.0
-"""A login that talks on and on without running our command is given up after so long."""
+"""Seconds after which a login that keeps printing without running our command is given up."""
 LAST_WORDS_S = 5.0
-"""How long what a host said before it took no more is waited for."""
+"""Seconds to wait for what a host sent before it stopped reading."""
 MAX_PAYLOAD = 8 << 20
 
 
@@ -56,7 +56,7 @@ class Link:
         self._heard = time.monotonic()
         self.opened_at = self._heard
         self.noise = b""
-        """What the login printed before the agent spoke."""
+        """What the login printed before the agent's first byte."""
         self.answered_s = 0.0
         """From the exec to the agent's first byte: login shell, Python, half a round trip each way."""
         self._asked, self._answered = 0, threading.Event()
@@ -76,13 +76,13 @@ class Link:
         asking: Callable[[], None] = lambda: None,
         **bounds: float,
     ) -> Link:
-        """Connects, starts the agent and, when given, its first `request` (its call is then `first`).
+        """Connects, starts the agent and sends its first `request`, if there is one (its call is then `first`).
 
-        What must not show in the host's process list (environment values, secrets) is `payload`: it follows on stdin.
+        `payload`: values that must not show in the host's process list (environment, secrets); they follow on stdin.
         `ahead`: frames (head, body) of the request's stream that follow at once, within its window.
-        `agent_too`: the agent is sent along unasked, so that nothing behind it is lost on a host that has none.
-        `asking` is called just before the host can hear of the request.
-        `bounds`: Limits other than the transport's.
+        `agent_too`: send the agent without being asked, so that a host without it loses nothing that follows.
+        `asking`: called just before the host can receive the request.
+        `bounds`: limits that replace the transport's.
         """
         transport.connect()
         nonce = secrets.token_hex(16)
@@ -102,10 +102,10 @@ class Link:
             link._calls[0], link._lowest = Call(link, 0), 0
         link._payload = (_payload_frames(payload) if payload is not None else b"") + _stream_frames(ahead)
         link._agent_sent = agent_too
-        # before the first bytes: a login that takes none of them is given up too
+        # before the first bytes: a login that does not read them is given up too
         threading.Thread(target=link._keep_alive, name="link-keepalive", daemon=True).start()
         if first := (_agent_frames() if agent_too else b"") + link._payload:
-            # all of it before the reader starts: see _send_agent. A host that takes no more has said why, or is gone
+            # all of it before the reader starts: see _send_agent. A host that stops reading reported why, or is gone
             with suppress(LostConnection):
                 link._stream.write(first)
         link._reader = threading.Thread(target=link._read, args=(nonce,), name="link-reader", daemon=True)
@@ -118,11 +118,11 @@ class Link:
         return self._calls[0]
 
     def wait_ready(self) -> None:
-        """Returns when the agent is there, or the connection is lost."""
+        """Waits until the agent answers, or the connection is lost."""
         self._ready.wait()
 
     def call(self, op: str, **params: Any) -> Call:
-        """Sends a request; its events and answer come from the returned call. Waits for the agent to be there first."""
+        """Sends a request once the agent is there; the returned call gives its events and its answer."""
         self.wait_ready()
         with self._lock:
             self._issued = number = self._issued + 1
@@ -139,7 +139,7 @@ class Link:
         return call
 
     def round_trip_s(self) -> float:
-        """Seconds that an empty question takes to be answered. LostConnection when it is not."""
+        """Seconds until the agent answers an empty request. Raises LostConnection if it does not."""
         self._ready.wait()
         self._asked += 2  # not the number of a keep-alive
         self._answered.clear()
@@ -156,11 +156,11 @@ class Link:
 
     @property
     def loss(self) -> FerryError | None:
-        """Why nothing can be asked any more, by `close` or without it; None while it can."""
+        """Why no request is possible any more, after `close` too; None while it is."""
         return self._lost
 
     def close(self) -> None:
-        """Ends the conversation; the agent goes, the jobs stay."""
+        """Ends the conversation and the agent; the jobs keep running."""
         self._closed = self._closed or self._lost is None
         self._fail(LostConnection(f"the connection to {self.host} was closed"))
         self._stream.close()
@@ -181,7 +181,7 @@ class Link:
             with self._write_lock:
                 self._stream.write(data)
         except LostConnection as error:
-            # a host that takes no more may have said why, and the reader is about to come to it
+            # a host that stops reading may have reported why, and the reader will soon get to it
             if self._lost is None and self._reader is not None and self._reader is not threading.current_thread():
                 self._reader.join(LAST_WORDS_S)
             raise self._lost or error from None
@@ -206,14 +206,14 @@ class Link:
             self._fail(self.not_understood(error))
 
     def _end(self) -> FerryError:
-        """Why the agent's output has ended, in order, though nobody closed it here."""
+        """Why the agent's output has ended in order, although this side did not close it."""
         if not self._closed and self._stream.exit_status(1.0) == 128 + signal.SIGVTALRM:
             hint = "a pattern without nested repetition: a+$ for (a+)+$"
             return UsageError(f"{self.host} gave up the search: this --grep takes it too long", hint=hint)
         return LostConnection(f"{self.host} closed the connection")
 
     def not_understood(self, error: Exception) -> HostError:
-        """The error for what no agent of ours would send; trying again would not help."""
+        """The error for bytes that our agent never sends; trying again would not help."""
         words = error if isinstance(error, (ProtocolError, Damage)) else repr(error)
         return HostError(f"{self.host} sent what is not understood: {words}")
 
@@ -237,7 +237,7 @@ class Link:
             if self._agent_sent:
                 return
             self._agent_sent = True
-            # from here on the host takes nothing but the agent; in a separate thread, for this one must go on reading
+            # from here on the host reads only the agent; in a separate thread, because this one must keep reading
             threading.Thread(target=self._send_agent, daemon=True).start()
         elif "refused" in head:
             raise error_of(head["refused"])
@@ -246,7 +246,7 @@ class Link:
 
     def _send_agent(self) -> None:
         try:
-            # what was sent before went to a host without an agent, which passed over it
+            # what was sent before went to a host without an agent, which ignored it
             self._write(_agent_frames() + self._payload)
         except FerryError as error:
             self._fail(error)
@@ -264,8 +264,8 @@ class Link:
             threading.Thread(target=self._ping, name="link-ping", daemon=True).start()
 
     def _await_first_word(self) -> None:
-        """Gives up a login that says nothing for too long. Nothing of ours has begun there: the agent says its first
-        word before it does anything, and ends where it cannot."""
+        """Gives up a login that prints nothing for too long. Nothing of ours runs there then: the agent sends its first
+        byte before it does anything, and ends if it cannot."""
         limit_s, complained = self.limits.login_s, 0
         while not self._greeted.wait(max(0.0, self._heard + limit_s - time.monotonic())):
             said = self._stream.stderr_text()
@@ -279,7 +279,7 @@ class Link:
             self._stream.close()
 
     def _find_nonce(self, nonce: bytes) -> bytes:
-        """Reads up to the nonce, at most MAX_NOISE bytes; what was read beyond it."""
+        """Reads up to the nonce, at most MAX_NOISE bytes. Returns what was read after it."""
         while nonce not in self.noise:
             data = self._stream.read(1 << 15)
             if not data:
@@ -326,7 +326,7 @@ def _payload_frames(payload: dict[str, Any]) -> bytes:
 
 
 def _stream_frames(parts: Sequence[tuple[dict[str, Any], bytes]]) -> bytes:
-    """A stretch of the first call's stream, up to its end."""
+    """The frames of the first call's stream, with its end."""
     body = [frames.encode({**head, "id": 0}, part) for head, part in parts]
     return b"".join([*body, frames.encode({"id": 0, "end": True})]) if body else b""
 
@@ -345,7 +345,8 @@ def _cut(data: bytes) -> list[bytes]:
 
 
 class _Raw(io.RawIOBase):
-    """A transport's stream as a raw file, so that io.BufferedReader can read it; `first` was read from it already."""
+    """A transport's stream as a raw file, so that io.BufferedReader can read it. `first`: bytes that were already read
+    from it."""
 
     def __init__(self, stream: Stream, first: bytes) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Which of the two ways to a host: paramiko, or the ssh program where the host's options need it."""
+"""Chooses how to connect to a host: paramiko, or the ssh program if the host's options need it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _announced: set[str] = set()
 
 
 class SshTransport:
-    """A connection to one SSH host by `auto`, `fabric` or `openssh`; it begins in the background, `connect` waits."""
+    """A connection to one SSH host by `auto`, `fabric` or `openssh`; it starts in the background, `connect` waits for
+    it."""
 
     def __init__(
         self,
@@ -58,24 +59,23 @@ class SshTransport:
 
     @property
     def description(self) -> str:
-        """See Transport."""
         return self._chosen.description if self._chosen is not None else self._target.address
 
     @property
     def limits(self) -> Limits:
-        """See Transport."""
         return self._limits
 
     def start_connect(self) -> None:
-        """Begins to connect unless connected; failures wait for `connect`."""
+        """Begins to connect unless connected; `connect` raises the errors."""
         if self._chosen is not None:
             self._chosen.start_connect()
         elif self._attempt is None:
             self._attempt = Attempt(lambda _: self._settle())
 
     def load(self) -> None:
-        """Loads what connecting needs, or waits until it is loaded, if this host needs it. For a thread with work that
-        can wait: two threads that load modules hold each other up, and this is what the connection waits for."""
+        """Loads the modules that connecting needs, or waits until they are loaded, if this host needs them. Call it
+        from a thread whose work can wait: two threads that load modules block each other, and the connection waits for
+        these modules."""
         self._way_known.wait()
         from deployer.transport.paramiko_ssh.connection import FabricTransport, import_dial
 
@@ -83,7 +83,7 @@ class SshTransport:
             import_dial()
 
     def connect(self) -> None:
-        """See Transport; connects again when the connection was lost."""
+        """Connects, also again if the connection was lost."""
         with self._lock:
             chosen = self._decide()
             self._announce()
@@ -98,7 +98,8 @@ class SshTransport:
             notice(shown(f"{self.description}: connecting with the ssh program: {self._reason}"))
 
     def _fall_back(self, error: NoCommonAlgorithm) -> OpenSSHTransport:
-        """The ssh program, which may have an algorithm that paramiko lacks. Raises the error where it is no way."""
+        """Changes to the ssh program, which may have an algorithm that paramiko lacks. Raises the error if that is not
+        possible."""
         from deployer.transport.paramiko_ssh.connection import FabricTransport
 
         if self._way != "auto" or not isinstance(self._chosen, FabricTransport):
@@ -112,13 +113,12 @@ class SshTransport:
         return self._chosen
 
     def open(self, command: str) -> Stream:
-        """See Transport. HostError when the server runs no commands."""
+        """Opens a stream to a command. Raises HostError if the server runs no commands."""
         with self._lock:
             chosen = self._decide()
         return chosen.open(command)
 
     def close(self) -> None:
-        """See Transport."""
         if self._chosen is not None:
             self._chosen.close()
 
@@ -183,7 +183,7 @@ class SshTransport:
 
 
 def limits_of(options: SshOptions) -> Limits:
-    """How long this host's silence is borne."""
+    """The timeouts for this host, from its SSH options."""
     usual = Limits()
     limits = usual._replace(login_s=max(usual.login_s, options.connect_timeout_s))
     if not options.alive_every_s:
@@ -192,8 +192,8 @@ def limits_of(options: SshOptions) -> Limits:
 
 
 def why_openssh(options: SshOptions, *, users_master: bool = False) -> str:
-    """What of the options only the ssh program can do, in words; "" when nothing. `Match exec` is none of it, since
-    `ssh -G` has answered it already."""
+    """Which option needs the ssh program, as text; empty if none does. `Match exec` does not, because `ssh -G` has
+    already answered it."""
     if shutil.which("ssh") is None:
         return ""
     if users_master:
@@ -230,7 +230,8 @@ def _why_identities(options: SshOptions) -> str:
 
 
 def _why_host_keys(options: SshOptions) -> str:
-    """paramiko checks no host certificates; most files have no such line, so most are not parsed here."""
+    """Whether a known-hosts file trusts a certificate authority for this host, as text: paramiko checks no host
+    certificates. Most files have no such line and are not parsed."""
     for path in [*options.user_known_hosts, *options.global_known_hosts]:
         try:
             if b"@cert-authority" not in path.read_bytes():
@@ -244,7 +245,7 @@ def _why_host_keys(options: SshOptions) -> str:
 
 
 def _has_ticket() -> bool:
-    """Whether Kerberos has a ticket that is not over; asked only where a cache of tickets may be."""
+    """Whether Kerberos has a valid ticket; asked only if there may be a cache of tickets."""
     cache = os.environ.get("KRB5CCNAME") or f"/tmp/krb5cc_{os.getuid()}"
     kind, _, path = cache.rpartition(":")
     if kind in ("", "FILE") and not Path(path).exists():
@@ -257,7 +258,7 @@ def _has_ticket() -> bool:
 
 
 def agent_key_types(path: str) -> list[str]:
-    """Types of the keys that the agent behind a socket holds; none when it does not answer in a second."""
+    """Types of the keys that the SSH agent behind a socket holds; empty if it does not answer within a second."""
     try:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(AGENT_TIMEOUT_S)
@@ -271,7 +272,8 @@ def agent_key_types(path: str) -> list[str]:
 
 
 def _parse_identities(answer: bytes) -> list[str]:
-    """SSH_AGENT_IDENTITIES_ANSWER: a byte, the number of keys, then for each a blob and a comment."""
+    """The key types in an SSH_AGENT_IDENTITIES_ANSWER: a byte, the number of keys, then a blob and a comment for
+    each."""
     from deployer.transport.ssh.key_files import blob_type, first_string
 
     count, rest = struct.unpack(">I", answer[1:5])[0], answer[5:]

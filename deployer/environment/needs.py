@@ -64,7 +64,7 @@ class Tree:
 
     def _missing(self, path: str, named: str) -> NoReturn:
         if (self.root / path).is_file():
-            raise UsageError(f"{named} is left out of the code tree", hint=f"--include {path} sends it all the same")
+            raise UsageError(f"{named} is left out of what is sent", hint=f"--include {path} sends it all the same")
         raise UsageError(f"{named} does not exist in {self.root}")
 
 

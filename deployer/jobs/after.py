@@ -1,4 +1,4 @@
-"""The jobs that one is to start after, as this client's records know them; what they do not know, the host is asked."""
+"""Whole IDs for --after from this client's records. The host resolves a word that is not in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from deployer.jobs.registry import JobRecord, read_records
 
 
 def whole_ids(words: Sequence[str], host: Host) -> list[str]:
-    """The ids that are meant, each once. UsageError for a job of another host or folder."""
+    """The whole IDs, each once; a word that no record matches stays as it is. Raises UsageError for a job of another
+    host or remote root."""
     records = read_records()
     return list(dict.fromkeys(_whole_id(word.lower(), host, records) for word in words))
 

@@ -1,4 +1,5 @@
-"""What a launch left behind and by which rule, kept by this client, and joined with what the job then missed."""
+"""Stores on this client which paths a launch left out and by which rule, and explains with it which paths a job did not
+find."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from deployer.paths import expanded, state_dir, write_whole
 from deployer.terminal import typed
 
 MOST_PATHS = 2000
-"""The topmost are kept; a folder that was left out is one."""
+"""Maximum number of paths; the topmost ones are kept. A folder that was left out is one path."""
 
 
 class Rule(NamedTuple):
@@ -28,11 +29,11 @@ class LeftOut(NamedTuple):
     project: str
     rules: tuple[Rule, ...]
     paths: dict[str, int]
-    """Relative to the project: which rule it was."""
+    """Path relative to the project -> index of its rule."""
 
 
 def left_out(project: Path, paths: Mapping[str, tuple[str, str]]) -> LeftOut:
-    """`paths`: with the rule of each, as a pattern and its source."""
+    """`paths`: each with its rule, as a pattern and the rule's source."""
     rules: dict[tuple[str, str], int] = {}
     kept = sorted(paths, key=lambda path: (path.count("/"), path))[:MOST_PATHS]
     numbers = {path: rules.setdefault(paths[path], len(rules)) for path in kept}
@@ -40,13 +41,13 @@ def left_out(project: Path, paths: Mapping[str, tuple[str, str]]) -> LeftOut:
 
 
 def note_left_out(job_id: str, left: LeftOut) -> None:
-    """For the time when the job has failed. A disk that takes no note must not end the launch."""
+    """Stores it in case the job fails. Ignores a disk that cannot be written: the launch goes on."""
     with suppress(OSError):
         write_whole(_file_of(job_id), json.dumps(to_json(left)).encode("ascii"))
 
 
 def recall_left_out(job_id: str) -> LeftOut | None:
-    """None for a job that was launched from elsewhere, or whose note is damaged."""
+    """None if the job was launched from elsewhere, or its note is damaged."""
     try:
         return parse(_file_of(job_id).read_bytes(), LeftOut)
     except (OSError, Damage):
@@ -61,16 +62,16 @@ def _file_of(job_id: str) -> Path:
     return state_dir() / "left_out" / f"{job_id}.json"
 
 
-# --- what was missed --------------------------------------------------------------------------------------------------
+# --- what the job did not find ----------------------------------------------------------------------------------------
 
 
 def why_missing(missing: Sequence[Missing], left: LeftOut | None, *, remote: bool) -> list[str]:
-    """A line for each thing that the job missed and that is here, each once: why it is not there, and what to do."""
+    """A line for each missing file or module that exists here: why the host does not have it, and what to do."""
     if left is None:
         return []
     lines: list[str] = []
     for one in missing:
-        # the names are a host's: one that no file can have tells nothing
+        # the names come from a host: one that no file can have explains nothing
         with suppress(OSError, ValueError):
             lines += _explain(one, left, remote=remote)
     return list(dict.fromkeys(lines))[:4]
@@ -125,7 +126,7 @@ def _by_rule(path: str, left: LeftOut) -> Iterator[str]:
 
 
 def _path_of_module(name: str, left: LeftOut) -> str:
-    """The path that was left out and may hold the module; the name itself where there is none."""
+    """The path that was left out and may hold the module; the module's own path if there is none."""
     whole, first = name.replace(".", "/"), name.split(".")[0]
     wanted = [whole, f"{whole}.py", first, f"{first}.py"]
     found = [path for path in wanted if path in left.paths]

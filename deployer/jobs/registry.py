@@ -1,6 +1,5 @@
-"""This client's notes: the jobs it launched, where they run, where their results go, and what each host last said of
-its jobs, for the time when it cannot be reached. The host stays the truth.
-"""
+"""This client's notes: the jobs that it launched, where they run, where their results go, and each host's last answer
+about its jobs, in case the host is unreachable. The host has the true state."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ MAX_RECORD = 1 << 20
 
 
 class JobRecord(NamedTuple):
-    """What a short id is enough for."""
+    """What the client needs to reach a job when the user types only a short ID."""
 
     job_id: str
     name: str
     ssh: str | None
-    """As the user wrote it; None: this machine."""
+    """The host as the user wrote it; None: this machine."""
     root: str
     results: str
     """Absolute folder on this machine."""
@@ -39,15 +38,15 @@ class JobRecord(NamedTuple):
     ssh_key: str | None = None
     transport: Way = "auto"
     secrets: tuple[str, ...] = ()
-    """Names of the secrets that this client has given the job: a host is given no others."""
+    """Names of the secrets that this client has given the job; it gives the host no others."""
     env_file: str = ""
-    """The absolute path of the file that gave the job variables; empty without one, and for a pipe."""
+    """Absolute path of the job's env file; empty without one, and for a pipe."""
     words: tuple[str, ...] = ()
-    """Of the launch as they were typed after `run`, by jobs/words.py; none in the records of earlier versions."""
+    """The launch's arguments after `run`, as typed, by jobs/words.py; empty in records of earlier versions."""
     folder: str = ""
-    """The project's, on this machine."""
+    """The project's folder on this machine."""
     verb: str = "run"
-    """The command that the words followed: run, sft or pretrain."""
+    """The command before these arguments: run, sft or pretrain."""
 
 
 def write_record(record: JobRecord) -> None:
@@ -55,7 +54,7 @@ def write_record(record: JobRecord) -> None:
 
 
 def forget(job_id: str, ssh: str | None, root: str) -> bool:
-    """Drops what this client knows of a job that its host has no more; whether there was a record of it."""
+    """Drops this client's notes on a job that its host no longer has. Returns whether there was a record of it."""
     rows = recall_rows(ssh, root)
     if any(row.job.id == job_id for row in rows):
         remember_rows(ssh, root, [row for row in rows if row.job.id != job_id], asked_at=last_asked(ssh, root))
@@ -70,12 +69,12 @@ def forget(job_id: str, ssh: str | None, root: str) -> bool:
 
 
 def forget_place(ssh: str | None, root: str) -> None:
-    """Drops what a host said last."""
+    """Drops a host's last answer."""
     _file_of_rows(ssh, root).unlink(missing_ok=True)
 
 
 def read_records(tell: Callable[[str], None] = lambda damage: None) -> list[JobRecord]:
-    """Every readable record, oldest first; `tell` hears a line about each other one."""
+    """Every readable record, oldest first; calls `tell` with a line for each other one."""
     records = []
     for path in (state_dir() / "jobs").glob("*.json"):
         try:
@@ -87,7 +86,7 @@ def read_records(tell: Callable[[str], None] = lambda damage: None) -> list[JobR
 
 
 def newest_records(beginning: str, most: int) -> list[JobRecord]:
-    """Readable records of ids that begin so, the last written first; of no more files than `most`, however many."""
+    """Readable records of IDs that begin like this, the last written first; reads at most `most` files."""
     found = []
     with suppress(OSError), os.scandir(state_dir() / "jobs") as entries:
         for entry in entries:
@@ -102,7 +101,7 @@ def newest_records(beginning: str, most: int) -> list[JobRecord]:
 
 
 def written_at(record: JobRecord) -> float:
-    """When a record was written, in seconds since 1970; 0.0 when it has gone."""
+    """When a record was written, in seconds since 1970; 0.0 if it is gone."""
     try:
         return _file_of(record).stat().st_mtime
     except OSError:
@@ -114,7 +113,7 @@ def _file_of(record: JobRecord) -> Path:
 
 
 def _read(path: Path) -> JobRecord:
-    """OSError; Damage for what does not say which job of which host it is of."""
+    """Raises OSError, or Damage if the record does not name its job or its host."""
     record = read_typed(str(path), JobRecord, most=MAX_RECORD)
     if record.job_id != path.stem or not JOB_ID.match(record.job_id):
         raise Damage(f"is {record.job_id[:60]!r}, not {path.stem[:60]!r}", place="job_id")
@@ -139,7 +138,8 @@ def _told(path: Path, error: OSError | Damage) -> str:
 
 
 def find_record(job_id: str) -> JobRecord:
-    """The record of that id, or of the only id that begins with it, else ends with it. UnknownJob otherwise."""
+    """The record of this ID, or of the only ID that begins with it, else ends with it. Raises UnknownJob if there is
+    none."""
     job_id = job_id.lower()
     if not JOB_ID.match(job_id):
         raise UnknownJob(f"{job_id!r} is not a job id", hint="deploy.py ps lists the jobs")
@@ -152,43 +152,43 @@ def find_record(job_id: str) -> JobRecord:
         raise UnknownJob(f"{job_id} matches {name_ids(found)}", hint="write more of the ID, or its last letters")
     told = "".join(f"; {damage}" for damage in damages[:3])
     raise UnknownJob(
-        f"no job {job_id} was launched from here{told}",
+        f"no job {job_id} was launched from this machine{told}",
         hint="deploy.py ps lists the jobs; for a job launched from another machine, add --ssh HOST",
     )
 
 
-# --- what hosts said last ---------------------------------------------------------------------------------------------
+# --- the hosts' last answers ------------------------------------------------------------------------------------------
 
 
 class SeenJob(NamedTuple):
-    """A job as this client sees it: what its host said last."""
+    """A job in its host's last answer."""
 
     job: Row
     where: str
-    """The host, as it is spoken of here."""
+    """The host's name on this client."""
     seen_at: str | None = None
-    """A time of this client; None for a job of which no host has told."""
+    """Time of the answer by this client's clock; None if no host has reported the job."""
     trouble: str = ""
-    """Why the host does not tell now how it is."""
+    """Why the current state is not known."""
 
 
 class _Note(NamedTuple):
-    """A host's answer as it is kept."""
+    """A host's answer as it is stored."""
 
     jobs: list[dict[str, Any]]
-    """Each a row, with `where` and `seen_at`."""
+    """One row each, with `where` and `seen_at`."""
     asked_at: float | None = None
 
 
 def stamp() -> str:
-    """Now, as rows have it in `seen_at`."""
+    """The current time in the format of `seen_at`."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def remember_rows(ssh: str | None, root: str, rows: Sequence[SeenJob], *, asked_at: float | None = None) -> None:
-    """Keeps a host's answer, whole or not at all. A disk that takes no note must not end a look at jobs.
+    """Stores a host's answer, whole or not at all. Ignores a disk that cannot be written: `ps` must still work.
 
-    asked_at: when the host was asked for all its jobs, in seconds since 1970 on this client.
+    `asked_at`: when the host was asked for all its jobs, in seconds since 1970 on this client.
     """
     jobs = [{**to_json(row.job), "where": row.where, "seen_at": row.seen_at} for row in rows if row.seen_at]
     answer = {"ssh": ssh, "root": root, **to_json(_Note(jobs, asked_at))}
@@ -197,7 +197,7 @@ def remember_rows(ssh: str | None, root: str, rows: Sequence[SeenJob], *, asked_
 
 
 def note_state(record: JobRecord, where: str, state: State) -> None:
-    """Keeps how a job is now; what else is known of it stays."""
+    """Stores a job's current state; its other values stay."""
     rows = recall_rows(record.ssh, record.root)
     before = next((row.job for row in rows if row.job.id == record.job_id), Row(record.job_id, state))
     job = before._replace(state=state, name=record.name, created=record.created)
@@ -211,8 +211,8 @@ def note_state(record: JobRecord, where: str, state: State) -> None:
 
 
 def recall_rows(ssh: str | None, root: str) -> list[SeenJob]:
-    """What the host said last. Of a job whose note is damaged the id alone, and the damage; nothing when the host was
-    never seen, or all of its note is damaged."""
+    """The host's last answer. A job with a damaged note has only its ID and the damage. Empty if the host was never
+    asked, or if the whole note is damaged."""
     rows = [_seen_job(value) for value in _read_note(ssh, root).jobs]
     return [row for row in rows if row is not None and JOB_ID.match(row.job.id)]
 
@@ -231,7 +231,7 @@ def _seen_job(value: dict[str, Any]) -> SeenJob | None:
 
 
 def note_damage(ssh: str | None, root: str) -> str:
-    """Why what the host said last is not known; empty where it is, or the host was never seen."""
+    """Why the host's last answer cannot be read; empty if it can, or if the host was never asked."""
     path = _file_of_rows(ssh, root)
     try:
         read_typed(str(path), _Note, most=MAX_NOTE)
@@ -245,19 +245,19 @@ def note_damage(ssh: str | None, root: str) -> str:
 
 
 def last_asked(ssh: str | None, root: str) -> float | None:
-    """When the host told of all its jobs last; None when it never did."""
+    """When the host last listed all its jobs; None if it never did."""
     return _read_note(ssh, root).asked_at
 
 
 class _Place(NamedTuple):
-    """The host that a note is about."""
+    """The host of a note."""
 
     root: str
     ssh: str | None = None
 
 
 def noted_places() -> list[JobRecord]:
-    """A record without a job for each host of which there is a note."""
+    """A record without a job for each host that has a note."""
     found = []
     for path in (state_dir() / "hosts").glob("*.json"):
         with suppress(OSError, Damage):

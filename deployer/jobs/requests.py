@@ -1,4 +1,4 @@
-"""What can be asked of a host about a job that was launched: how it is, its last words, to stop it."""
+"""Requests to a host about a launched job: its status, its last log lines, and its stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AT_ONCE = 16
 
 
 def read_status(host: Host, job_id: str) -> JobView:
-    """A job as its host judges it, with its whole id. HostError for an answer that is none."""
+    """A job's state as its host finds it, with the whole ID. Raises HostError if the answer is not valid."""
     with host.connect(request={"op": "status", "job": job_id}) as link:
         call = link.first
         found = call.result("status", JobView)
@@ -34,9 +34,10 @@ End = StopReport | FerryError
 def stop_jobs(
     places: Sequence[tuple[Host, str]], *, grace_s: float, force: bool, on_state: Callable[[str, Status], None]
 ) -> list[End]:
-    """Stops jobs at the same time, over one connection to each host; how each ended, in their order.
+    """Stops jobs at the same time, over one connection to each host. Returns how each stop ended, in the order of
+    `places`.
 
-    Idempotent; a host goes on stopping if the connection breaks. `on_state` is told the id and each new status.
+    Idempotent; a host continues the stop if the connection breaks. Calls `on_state` with the ID and each new status.
     """
     by_host: dict[tuple[str | None, str], list[int]] = {}
     for number, (host, _) in enumerate(places):
@@ -64,7 +65,7 @@ def stop_jobs(
 
 
 def _in_threads(tasks: Sequence[Callable[[], None]]) -> None:
-    """Runs all at the same time to their end; an interrupted client leaves without them."""
+    """Runs all tasks at the same time and waits for them; an interrupted client leaves without waiting."""
     threads = [threading.Thread(target=task, daemon=True) for task in tasks]
     for thread in threads:
         thread.start()
@@ -87,7 +88,7 @@ def _end_of(call: Call, host: str, on_state: Callable[[Status], None]) -> End:
 
 
 def last_lines(host: Host, job_id: str, group: GroupName, *, rank: int | None, lines: int) -> bytes:
-    """The last lines of one rank, or of the launcher of its group."""
+    """The last lines of one rank, or of its group's launcher."""
     chosen = {**group._asdict(), "ranks": None if rank is None else [rank]}
     with host.connect(request={"op": "last_lines", "job": job_id, "lines": lines, **chosen}) as link:
         return b"".join(data for name, _, data in link.first.events() if name == "data")

@@ -1,4 +1,4 @@
-"""The jobs of many hosts, all asked at the same time, each again over the connection that it already has."""
+"""The jobs of many hosts: asks all at the same time, and each one again over its existing connection."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from deployer.errors import FerryError, HostError
 from deployer.jobs.registry import JobRecord, SeenJob, last_asked, recall_rows, remember_rows, stamp, written_at
 
 ANSWER_S = 20.0
-"""A host that has not answered by then is shown as it was last seen."""
+"""Seconds after which a silent host is shown with its last answer."""
 
 Answer = list[SeenJob] | FerryError
 
 
 class Asker:
-    """One host, asked in the background. `answer` is what came last; None until then."""
+    """Asks one host in the background. `answer`: the last answer; None until there is one."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -32,13 +32,13 @@ class Asker:
         self._thread: threading.Thread | None = None
 
     def ask(self) -> None:
-        """Asks again, unless the former question is still open."""
+        """Asks again, unless the previous request is still open."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._ask, name=f"ps {self.host.name}", daemon=True)
             self._thread.start()
 
     def wait(self, timeout_s: float) -> Answer:
-        """The answer, or HostError when none has come within the time."""
+        """The answer, or a HostError if none has arrived within `timeout_s`."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self.answer if self.answer is not None else HostError("no answer yet")
@@ -61,7 +61,7 @@ class Asker:
             remember_rows(self.host.ssh, self.host.root, rows, asked_at=asked_at)
 
     def _rows(self, call: Call, jobs: list[dict[str, Any]]) -> list[SeenJob]:
-        """A job of which only the id is understood is shown as it was seen last."""
+        """The host's rows. A row that is valid only in its ID is replaced by the last stored one."""
         rows: list[SeenJob] = []
         for value in jobs:
             job_id = call.read(value, _Named, "jobs").id
@@ -89,7 +89,7 @@ class _Named(NamedTuple):
 
 
 def ask_all(hosts: Sequence[Host], *, within_s: float = ANSWER_S) -> list[Answer]:
-    """Every host's jobs, or why they are not known; one that says nothing keeps the others waiting for `within_s`."""
+    """Every host's jobs, or why they are not known; waits at most `within_s` for a silent host."""
     askers = [Asker(host) for host in hosts]
     for asker in askers:
         asker.ask()
@@ -104,7 +104,7 @@ def ask_all(hosts: Sequence[Host], *, within_s: float = ANSWER_S) -> list[Answer
 
 
 def rows_of(hosts: Sequence[Host], answers: Sequence[Answer], records: Sequence[JobRecord]) -> list[SeenJob]:
-    """Every job of the hosts, newest last; those of a host without an answer as they were last seen."""
+    """Every job of the hosts, newest last; for a host without an answer, its last stored rows."""
     rows: list[SeenJob] = []
     for host, answer in zip(hosts, answers, strict=True):
         rows += answer if isinstance(answer, list) else _last_rows(host, answer, records)
@@ -112,7 +112,8 @@ def rows_of(hosts: Sequence[Host], answers: Sequence[Answer], records: Sequence[
 
 
 def _once_each(rows: Sequence[SeenJob], records: Sequence[JobRecord]) -> list[SeenJob]:
-    """Hosts that share a home list the same jobs: each is told by the host that it runs on, or was launched on."""
+    """Each job once, although hosts that share a home list the same jobs: the row of the host on which it runs or was
+    launched."""
     launched = {record.job_id: record.ssh or HERE for record in records}
 
     def rank(row: SeenJob) -> tuple[bool, bool]:
@@ -136,10 +137,10 @@ def _last_rows(host: Host, error: FerryError, records: Sequence[JobRecord]) -> l
 
 
 def unreachable(row: SeenJob, error: FerryError) -> SeenJob:
-    """A job that was seen before, on a host that cannot be reached now. What had ended then has ended for good."""
+    """The stored row of a job on an unreachable host. A job that had ended then is still ended."""
     return row if row.job.state in FINAL or row.trouble else row._replace(trouble=error.message)
 
 
 def _never_seen(job: Row, host: Host) -> SeenJob:
-    """Its state is not known, whatever the row says."""
+    """A job without a stored row: its state is not known, whatever `job` contains."""
     return SeenJob(job, host.name)

@@ -1,4 +1,4 @@
-"""The words of a launch as this client keeps them: without values that may be secret."""
+"""A launch's arguments as this client stores them: without values that may be secret."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 MOST_BYTES = 64 << 10
-"""Longer command lines are not kept."""
+"""Longer command lines are not stored."""
 HIDDEN = "…"
-"""In place of a value."""
+"""Stands for a value that is not stored."""
 
 
 class Anew(NamedTuple):
-    """A launch by the former one's words."""
+    """A launch with the arguments of an earlier one."""
 
     words: tuple[str, ...]
     values_of: str
-    """The job that has the values which are not in them, on its host; empty where none is missing."""
+    """The job on the host that has the values that are not stored; empty if none is missing."""
     names: tuple[str, ...]
-    """Of these values."""
+    """Names of these values."""
     kept: tuple[str, ...]
-    """The words as its own record has them."""
+    """The arguments as its own record stores them."""
 
 
 def kept_words(words: Sequence[str]) -> tuple[str, ...]:
-    """The words with the names alone of what --env and target.env give, and without what --notify names: a URL may hold
-    a token, and of a command nothing is known. A program's own words stay as they are: its plan on the host has them
+    """The arguments to store. For --env and target.env only the names stay. What --notify names is left out: a URL may
+    contain a token, and a command anything. A program's arguments stay as they are: its plan on the host has them
     too."""
     if sum(len(word.encode("utf-8", "surrogateescape")) + 1 for word in words) > MOST_BYTES:
         return ()
@@ -34,7 +34,7 @@ def kept_words(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def split_program(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command's own words, and `--` with those of a program."""
+    """The command's own arguments, and `--` with those of a program."""
     cut = list(words).index("--") if "--" in words else len(words)
     return list(words[:cut]), list(words[cut:])
 
@@ -53,7 +53,7 @@ def without_env(words: Sequence[str]) -> list[str]:
 
 
 def without_option(words: Sequence[str], option: str, key: str = "") -> tuple[str, ...]:
-    """Without an option that takes a value, and without overrides of the key that it says."""
+    """The arguments without an option that takes a value, and without overrides of its key."""
     own, program = split_program(words)
     kept, is_value = list[str](), False
     for word in own:
@@ -95,8 +95,8 @@ def _names_in(mapping: str) -> list[str]:
 
 
 def _env_words(own: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Where each of the words that give variables stands, from and to, and the variable's name; the name is empty of
-    one that gives several."""
+    """For each argument that sets environment variables: start, end and the variable's name. The name is empty if the
+    argument sets several."""
     for place, word in enumerate(own):
         if place and own[place - 1] == "--env":
             yield place - 1, place + 1, word.partition("=")[0]

@@ -1,6 +1,6 @@
-"""What a launch sends of files: the difference to what the host had, unasked, and whatever else it asks for.
+"""What a launch sends of files: first the difference to the host's last tree, then whatever else the host asks for.
 
-What the host had is kept here, for each project and host.
+This client stores the last tree of each project on each host.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from deployer.errors import HostError, UsageError
 from deployer.paths import state_dir, write_whole
 
 INLINE_BYTES = 128 << 10
-"""A delta up to this size is kept, to send it again where the agent was missing; a larger one brings the agent."""
+"""A delta up to this size is kept, to send it again if the host lacks the agent. With a larger one the agent is sent
+too."""
 
 FAST_BYTES_S = 15e6
-"""A way that carries so much would gain little from zlib, which takes its share of both ends' processors."""
+"""Bytes per second from which zlib saves little: it needs processor time on both sides."""
 POOR_PAUSE = 8
-"""Frames that are not compressed after one that could not be."""
+"""How many frames are sent uncompressed after one that could not be compressed."""
 
 Progress = Callable[[int, int], None]
-"""(bytes sent, bytes in all), called as an upload goes on."""
+"""Called during an upload with (bytes sent, bytes in all)."""
 
 
 @dataclass(frozen=True)
 class TreeDelta:
-    """What the host is sent unasked: the list of what has changed, then the blobs that are new with it."""
+    """What a launch sends without being asked: the list of changes, then the new contents."""
 
     list: bytes
     blobs: Mapping[str, int]
-    """Content hash -> bytes, in the order in which they travel."""
+    """Content hash -> bytes, in the order in which they are sent."""
 
     @property
     def size_bytes(self) -> int:
@@ -61,14 +62,15 @@ class TreeDelta:
             yield {"news": "end" if end >= len(self.list) else "list"}, self.list[start:end]
 
     def frames(self, sources: Mapping[str, str]) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """(head, body) of every frame. UsageError when a file is gone or has changed by now."""
+        """(head, body) of every frame. Raises UsageError if a file is gone or has changed since it was hashed."""
         yield from self.list_frames()
         for part in blob_parts(self.blobs, sources):
             yield squeezed(part)
 
 
 def delta_for(last: KnownTree | None, name: str, entries: tuple[Entry, ...]) -> TreeDelta | None:
-    """What to send unasked of the tree `name`; None when the host has it, as far as is known here."""
+    """What to send of the tree `name` without being asked. None if the host has it, as far as this client knows, or if
+    its last tree cannot be read here."""
     known = last.name() if last else name
     base = last.entries() if last and known not in (None, name) else ()
     if known == name or (known is not None and not base):
@@ -85,7 +87,7 @@ def send_tree(call: Call, entries: tuple[Entry, ...]) -> None:
 
 
 def send_delta(call: Call, delta: TreeDelta, sources: Mapping[str, str], progress: Progress) -> None:
-    """Sends until the host says anything."""
+    """Sends the delta until the host answers."""
     for head, body in delta.list_frames():
         call.send_data(body, **head)
     _send_parts(call, delta.blobs, sources, progress, until=call.pending)
@@ -94,7 +96,7 @@ def send_delta(call: Call, delta: TreeDelta, sources: Mapping[str, str], progres
 def send_blobs(
     call: Call, hashes: list[str], sources: Mapping[str, str], sizes: Mapping[str, int], progress: Progress
 ) -> None:
-    """Sends what the host asked for. HostError when that is no part of the launch."""
+    """Sends the files that the host asked for. Raises HostError if one of them does not belong to the launch."""
     if unknown := next((h for h in hashes if h not in sizes), None):
         raise HostError(f"the host asks for {unknown!r}, which is no file of this launch")
     _send_parts(call, {digest: sizes[digest] for digest in hashes}, sources, progress, until=lambda: False)
@@ -108,7 +110,7 @@ def _send_parts(
     *,
     until: Callable[[], bool],
 ) -> None:
-    """Sends the blobs, squeezed where the way is slow, up to their end or until that is so."""
+    """Sends the blobs until all are sent or `until()` is true; compresses them if the connection is slow."""
     total, sent, poor, begun = sum(blobs.values()), 0, 0, time.monotonic()
     for part in blob_parts(blobs, sources):
         if until():
@@ -126,13 +128,13 @@ def _send_parts(
 
 
 def squeezed(part: bytes) -> tuple[dict[str, Any], bytes]:
-    """Head and body of a frame, compressed where that saves a tenth."""
+    """Head and body of a frame, compressed if that saves a tenth."""
     small = zlib.compress(part, 1)
     return ({"z": 1}, small) if len(small) < 0.9 * len(part) else ({}, part)
 
 
 def blob_parts(blobs: Mapping[str, int], sources: Mapping[str, str]) -> Iterator[bytes]:
-    """The blobs one behind the other, cut to the size of frames: both sides know where each one ends."""
+    """The contents one after another, in parts of a frame's size: both sides know where each one ends."""
     held = bytearray()
     for part in _contents(blobs.items(), sources):
         held += part
@@ -161,12 +163,12 @@ def _contents(blobs: Iterable[tuple[str, int]], sources: Mapping[str, str]) -> I
             raise UsageError(f"{path} became shorter while it was being sent", hint="deploy again")
 
 
-# --- what the host had ------------------------------------------------------------------------------------------------
+# --- the host's last tree ---------------------------------------------------------------------------------------------
 
 MAX_BYTES = 4 << 20
-"""A longer list of files is not remembered: its launches ask, as if nothing were known."""
+"""A longer list of files is not stored: such a launch asks the host, as if nothing were known."""
 KEPT = 64
-"""Projects and hosts that are remembered, the latest ones."""
+"""How many trees are stored, the latest ones; one for each project and host."""
 _NAME_SIZE = 40
 _NAME = re.compile(rb"[0-9a-f]{40}\Z")
 
@@ -184,7 +186,7 @@ class KnownTree:
         return KnownTree(state_dir() / "trees" / digest)
 
     def name(self) -> str | None:
-        """Its root hash; None when nothing of the project was ever sent there."""
+        """The tree's root hash; None if nothing of the project was ever sent to the host."""
         try:
             name = read_whole(str(self.file), _NAME_SIZE)
         except OSError:
@@ -192,7 +194,7 @@ class KnownTree:
         return name.decode("ascii") if _NAME.match(name) else None
 
     def entries(self) -> tuple[Entry, ...]:
-        """Files of the tree; empty if they are not known."""
+        """The tree's files; empty if they are not known."""
         try:
             data = read_whole(str(self.file), MAX_BYTES)
             entries = tuple(load_entries(unpacked(data[_NAME_SIZE:])))
@@ -201,7 +203,7 @@ class KnownTree:
         return entries if root_hash(entries).encode("ascii") == data[:_NAME_SIZE] else ()
 
     def remember(self, name: str, entries: tuple[Entry, ...]) -> None:
-        """Notes what the host has now."""
+        """Stores what the host has now."""
         with contextlib.suppress(OSError):
             if self.name() == name:
                 os.utime(self.file)

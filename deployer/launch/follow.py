@@ -1,4 +1,4 @@
-"""A job's log followed to the job's end, also over connections that break."""
+"""Follows a job's log to the job's end, also over connections that break."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ Connect = Callable[..., Link]
 
 
 class Watcher:
-    """What a launch tells while it goes on; every method may be overridden."""
+    """Callbacks of a launch and of a followed log; override any of them."""
 
     def sending(self, sent: int, total: int) -> None:
         """An upload's progress in bytes."""
 
     def asking(self) -> None:
-        """From now on the host may start the job."""
+        """Called just before the host can receive the request: from now on it may start the job."""
 
     def refused(self) -> None:
-        """The host has said that what it was asked last has started nothing."""
+        """The host has reported that the last request started nothing."""
 
     def started(self, ack: Ack) -> None:
-        """The host has acknowledged the job; `stopping`: and stops it, as it was asked to."""
+        """The host has acknowledged the job; `stopping`: it also stops the job, as requested."""
 
     def state(self, status: Status) -> None:
-        """The job's state has changed."""
+        """Called with the new status whenever the host sends one."""
 
     def heard(self) -> None:
-        """The host has said something about the job."""
+        """The host has sent something about the job."""
 
     def reconnecting(self, error: FerryError, wait_s: float) -> None:
-        """The connection broke and is tried again."""
+        """The connection broke; the next try follows after `wait_s`."""
 
     def left_out(self, file: str, size_bytes: int, *, limit: int | None) -> None:
         """A part of a log is not shown: dropped by its size limit, or (without one) the rest of an endless line."""
 
     def changed(self, change: Change) -> None:
-        """A log was renamed, removed, cut or replaced on the host."""
+        """A log was renamed, removed, truncated or replaced on the host."""
 
 
 @dataclass
 class _Contact:
-    """How a follower stands with the host."""
+    """A follower's contact with the host."""
 
     give_up_s: float
     known: bool
-    """There is such a job: from now on only the host can say that it has ended."""
+    """The job is known to exist: from now on only the host can report its end."""
     begun: bool = False
-    """The log has begun: what comes next is asked for by offset."""
+    """The log has begun: the next request names offsets."""
     heard: bool = False
-    """Something came over the present connection."""
+    """Something has arrived over the current connection."""
     lost_at: float | None = None
     tries: int = 0
 
@@ -70,7 +70,7 @@ class _Contact:
         self.lost_at, self.tries = None, 0
 
     def lose(self) -> float | None:
-        """Seconds to the next try; None when it is time to give up."""
+        """Seconds to the next try; None if it is time to give up."""
         now = time.monotonic()
         self.heard = False
         self.lost_at = self.lost_at if self.lost_at is not None else now
@@ -91,11 +91,11 @@ def follow_to_end(
     known: bool = False,
     give_up_s: float = GIVE_UP_AFTER_S,
 ) -> Status:
-    """Follows a job's log to the end of the job and returns its final status; makes broken connections again.
+    """Follows a job's log to the end of the job and returns its final status; reconnects if a connection breaks.
 
-    `opened`: the conversation that has started the job. Without it a connection that fails at once is not made again
-    unless the job is `known` to be there. LostConnection (exit code 75) when the host was not reached for `give_up_s`:
-    the job runs on. HostError (125) when the host says that the job is gone.
+    `opened`: the conversation that started the job. Without it, a connection that fails at once is not tried again
+    unless the job is `known` to exist. Raises LostConnection (exit code 75) if the host was not reached for `give_up_s`
+    (the job runs on), and HostError (125) if the host reports that the job is gone.
     """
     contact = _Contact(give_up_s, known=known or opened is not None, begun=opened is not None)
     link = opened[0] if opened else None
@@ -142,12 +142,12 @@ def _follow(call: Call, view: LogView, watcher: Watcher, contact: _Contact) -> S
 
 
 class _Chunk(NamedTuple):
-    """The log that the data belongs to."""
+    """The log file and offset of some data."""
 
     file: str
     offset: int
     mark: str = ""
-    """By which the file is known again."""
+    """A mark that identifies the file after a reconnect."""
 
 
 class _LeftOut(NamedTuple):

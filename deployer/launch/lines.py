@@ -1,4 +1,4 @@
-"""A job's log followed in one thread and its lines taken in another: by one who prints them, and may leave."""
+"""Follows a job's log in one thread and gives its lines to another one, which may stop early."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from deployer.launch.follow import Watcher, follow_to_end
 from deployer.launch.logview import MAX_LINE, LogView
 
 WAITING = 1000
-"""Lines that nobody has taken yet; the host waits then."""
+"""How many lines wait to be read; with more, the host waits."""
 
 
 class Lines:
-    """Iterate to the end of the log; then `final` is how the job is. Raises what ended the following otherwise."""
+    """A job's log as an iterator of lines; after its end, `final` is the job's status. Raises the error that ended it
+    otherwise."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Lines:
         return self.within(None)
 
     def within(self, timeout_s: float | None) -> Iterator[str]:
-        """Every line without its end; TimeoutError when the log has not ended by then."""
+        """Every line without its line end. Raises TimeoutError if the log has not ended within `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else deadline - time.monotonic()
@@ -73,7 +74,7 @@ class Lines:
             raise self._error
 
     def leave(self) -> None:
-        """Follows no more; the job goes on."""
+        """Stops following; the job runs on."""
         self._left.set()
         self._host.close()
 
@@ -92,11 +93,11 @@ class Lines:
 
 
 class _Left(Exception):
-    """Nobody takes the lines any more."""
+    """The reader has stopped taking lines."""
 
 
 class LineStream(io.BytesIO):
-    """A text stream that passes each complete line on."""
+    """A byte stream that passes each complete line on as text."""
 
     def __init__(self, put: Callable[[str], None]) -> None:
         super().__init__()

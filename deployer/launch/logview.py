@@ -1,4 +1,4 @@
-"""The job's logs on the screen: every byte once, by file and offset, also over broken connections."""
+"""The job's logs on the screen: every byte once, identified by file and offset, also over broken connections."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from deployer.agent.host.layout import ALONE, LAUNCHER_LOG, LogName
 from deployer.printable import LogText
 
 MAX_LINE = 64 * 1024
-"""Bytes of a line without an end that are held back at most."""
+"""How many bytes of a line without an end are held back at most."""
 BAR_EVERY_S = 1.0
-"""Off a terminal, a progress bar that rewrites its line is shown this often at most."""
+"""Seconds between two lines of a progress bar that rewrites its line, if the output is not a terminal."""
 
 _CLEAR = b"\r\x1b[K"
 
@@ -32,16 +32,16 @@ class _File:
 
 @dataclass
 class LogView:
-    """Writes log chunks to `out` (a rank's output) and `err` (the set-up's own words; torchrun's if `launcher`: of a
-    failure it says at length what the summary says in a line).
+    """Writes log chunks to `out` (a rank's output) and to `err` (prepare.log; with `launcher` also torchrun's log,
+    which repeats at length what the summary says in a line).
 
-    Whole lines, each with `[RANK] ` before it unless `bare`; of a job with several groups of processes with
-    `[ROLE nodeK rank RANK] `. On a terminal a bar (text that ends in a carriage return) is drawn in place, and the text
-    of a `bare` rank appears as it comes; elsewhere a bar is at most one line a second. Of a log's own control sequences
-    only colours pass (LogText); of a `raw` rank the bytes pass unchanged, but never to a terminal. `escapes`: the
-    terminal knows control sequences. `encoding`: the terminal's.
-    `offsets` is what a new connection must ask for to go on without losing or repeating a byte, `marks` which files
-    that is of; `has_shown`: whether anything was.
+    It writes whole lines, each with `[RANK] ` before it unless `bare`; if the job has several groups of processes, with
+    `[ROLE nodeK rank RANK] `. On a terminal a progress bar (text that ends in a carriage return) is drawn in place, and
+    the text of a `bare` rank appears as it arrives. Elsewhere a bar gives at most one line a second. Of a log's control
+    sequences only colours are kept (LogText). The bytes of a `raw` rank are written unchanged, but never to a terminal.
+    `escapes`: whether the terminal knows control sequences. `encoding`: the terminal's.
+    `offsets`: what a new connection must request so that no byte is lost or repeated. `marks`: which files these
+    offsets belong to. `has_shown`: whether anything was written.
     """
 
     out: BinaryIO
@@ -61,7 +61,8 @@ class LogView:
     _attempt: int | None = None
 
     def feed(self, file: str, offset: int, data: bytes) -> None:
-        """Takes a chunk; what was seen already is passed over. A gap before it ends the line that was begun."""
+        """Takes a chunk and skips the bytes that were already seen. A gap before the chunk ends the line that was
+        begun."""
         seen = self.offsets.get(file)
         if seen is not None and offset < seen:
             data = data[seen - offset :]
@@ -87,7 +88,7 @@ class LogView:
         self._show(state, state.text.feed(data))
 
     def out_of(self, file: str, name: LogName | None) -> BinaryIO:
-        """Where to write the lines of this log."""
+        """The stream for the lines of this log."""
         return self.out if name is not None and name.rank is not None else self.err
 
     def _show(self, state: _File, text: bytes) -> None:
@@ -104,7 +105,7 @@ class LogView:
         self.err.flush()
 
     def end_line(self, file: str) -> None:
-        """The rest of this file's line will not come."""
+        """Ends the current line of this file: its rest will not arrive."""
         state = self._files.get(file)
         if state is not None:
             self._finish_line(file)
@@ -113,7 +114,7 @@ class LogView:
             self._write(self.out, b"\n")
 
     def finish(self) -> None:
-        """Writes what is left without a line end: the last line of a program that did not end it."""
+        """Writes the last lines that have no line end."""
         for file in self._files:
             self._finish_line(file)
         if self._bar_width:
@@ -183,7 +184,7 @@ class LogView:
 
 
 def _prefix(name: LogName) -> bytes:
-    """What stands before a line, to tell it from those of others."""
+    """The prefix of a line: the process that wrote it."""
     if name.group == ALONE:
         return b"" if name.rank is None else b"[%d] " % name.rank
     return b"[%s] " % name.writer.encode("ascii")

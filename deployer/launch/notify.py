@@ -1,4 +1,4 @@
-"""Commands of this client's user that are told of a job while this client follows it: --notify CMD."""
+"""--notify CMD: runs the user's commands on this client, for events of the job, while the client follows it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from deployer.agent.host.typed import to_json
 from deployer.agent.job.status import FINAL, RUNNING, Status, utc
 
 COMMAND_S = 30.0
-"""How long a command may take; and all of them together at the end of the job."""
+"""Time limit of a command, and at the end of the job of all of them together."""
 
 
 class Notices:
     """Runs the commands for each event, one after another, in the background."""
 
     def __init__(self, commands: Sequence[str], job_id: str, name: str, host: str, tell: Callable[[str], None]) -> None:
-        """`tell` hears a line about a command that failed."""
+        """`tell`: called with a line if a command failed."""
         self._commands = commands
         self._job = (job_id, name)
         self._host = host
@@ -34,7 +34,7 @@ class Notices:
         self._thread.start()
 
     def state(self, status: Status) -> None:
-        """The job is like this now."""
+        """Takes the job's current status."""
         if status.state in FINAL:
             return
         if self._attempt and status.attempt > self._attempt:
@@ -44,7 +44,7 @@ class Notices:
             self._start(status)
 
     def end(self, final: Status) -> None:
-        """It has ended; returns once the commands have."""
+        """Takes the final status, and waits until the commands have ended."""
         if final.started_at:
             self._start(final)
         if final.stalled:
@@ -82,8 +82,8 @@ class Notices:
 
 
 def run_command(command: str, event: Event) -> str:
-    """Runs the user's shell command, with the event on stdin and in its environment; why it failed, else empty. What it
-    prints is not part of the job's log."""
+    """Runs the user's shell command, with the event on stdin and in its environment. Returns why it failed, or an empty
+    text. Its output is not part of the job's log."""
     body = body_of(event)
     told = {key: "" if value is None else str(value) for key, value in to_json(body).items()}
     variables = {f"TORCHFERRY_{key.upper()}": value.replace("\0", "") for key, value in told.items()}

@@ -1,4 +1,4 @@
-"""Carrying out a plan: what the host lacks is sent, and the job is started once."""
+"""Carries out a plan: sends what the host lacks and starts the job once."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from deployer.launch.logview import LogView
 from deployer.project.manifest import Shipment
 
 ASKED_BYTES = 100
-"""What a host's request for one file may take: its hash, quoted."""
+"""Maximum bytes of a host's request for one file: its hash, quoted."""
 CANCEL_S = 5.0
-"""How long an interrupted launch waits to hear whether it came to a job."""
+"""How long an interrupted launch waits for the host's answer."""
 
 
 def launch_and_follow(
@@ -42,11 +42,11 @@ def launch_and_follow(
 ) -> Status | None:
     """Starts the job and returns its final status; without a `view`, returns None once it is acknowledged.
 
-    A connection that breaks before the acknowledgement is made again with the same plan (the host starts it once);
-    afterwards the log goes on at the byte where it stopped. KeyboardInterrupt before the acknowledgement cancels.
-    `last`: what the host had of this project, so that the difference can be sent unasked.
-    `like`: the job on that host whose --env values this one gets too.
-    The uncommitted patch in `git` is sent last: it would show in the exec's argument, and no job waits for it.
+    If the connection breaks before the acknowledgement, it reconnects with the same plan (the host starts it once);
+    later the log continues at the same byte. KeyboardInterrupt before the acknowledgement cancels the launch.
+    `last`: the project's last tree on this host, to send only the difference.
+    `like`: the job on this host whose --env values this job gets too.
+    The uncommitted patch in `git` is sent last: in the exec's argument every user could read it.
     """
     git = dict(git or {})
     patch = str(git.pop("patch", ""))
@@ -90,7 +90,7 @@ def launch_and_follow(
 
 
 def _take_leave(link: Link, call: Call) -> None:
-    """Ends the conversation with a host that has acknowledged: a connection that breaks now takes nothing back."""
+    """Waits for the end of a conversation after the acknowledgement: a connection that breaks now changes nothing."""
     try:
         for _ in call.events():
             pass
@@ -130,8 +130,8 @@ def _until_acknowledged(
 
 
 class _Talk:
-    """The conversation up to the acknowledgement, in a separate thread: Ctrl-C, which comes to the main one, must not
-    cut a frame, behind whose half no host would understand that the launch is cancelled."""
+    """The exchange up to the acknowledgement, in a separate thread: Ctrl-C reaches only the main thread and must not
+    interrupt a frame. After half a frame the host could not read the cancellation."""
 
     def __init__(self, call: Call, shipment: Shipment, delta: TreeDelta | None, watcher: Watcher) -> None:
         self.ack: Ack | None = None
@@ -148,7 +148,7 @@ class _Talk:
             self._ended.set()
 
     def end(self, within_s: float) -> bool:
-        """Waits for the end of the launch. Returns whether it has ended."""
+        """Waits at most `within_s` for the end of the launch. Returns whether it has ended."""
         return self._ended.wait(within_s)
 
     def acknowledgement(self) -> Ack:
@@ -161,11 +161,11 @@ class _Talk:
 
 
 class _Unclear(LostConnection):
-    """The host has acknowledged in words that nobody understands: it has the job, or not, and is asked again."""
+    """The host's acknowledgement cannot be read: the host may have the job, and is asked again."""
 
 
 def _converse(call: Call, shipment: Shipment, delta: TreeDelta | None, watcher: Watcher) -> Ack:
-    """Sends what the host will ask for, and what it does ask for, up to its acknowledgement."""
+    """Sends the delta, and then what the host asks for, up to the host's acknowledgement."""
     if delta is not None:
         send_delta(call, delta, shipment.sources, watcher.sending)
     entries: tuple[Entry, ...] = ()
@@ -196,7 +196,7 @@ def _send_patch(call: Call, patch: str) -> None:
 
 
 def _cancel(link: Link, talk: _Talk, watcher: Watcher) -> None:
-    """Tells the host to forget the launch and waits for its answer: the acknowledgement may have been on its way."""
+    """Cancels the launch and waits for the host's answer: the acknowledgement may already be on its way."""
     try:
         link.first.cancel()
         answered = talk.end(CANCEL_S)
@@ -219,7 +219,7 @@ def resume_and_follow(
     watcher: Watcher,
     give_up_s: float = GIVE_UP_AFTER_S,
 ) -> Status | None:
-    """Starts this attempt of a job that has ended, and returns the final status as `launch_and_follow` does."""
+    """Starts this attempt of an ended job. Returns the final status as `launch_and_follow` does."""
     request = {"op": "resume", "job": plan.job_id, "attempt": attempt, "plan": to_json(plan)}
     request["follow"] = view is not None
     link, call = _until_acknowledged(

@@ -1,6 +1,6 @@
-"""A file of variables, such as .env: the part of its many dialects that all of them read alike, and nothing else.
+"""A file of variables, such as .env: reads only the syntax that all of its many dialects share.
 
-What a line says never stands in a message: it may be a secret.
+A line's text is never part of a message: it may be a secret.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deployer.paths import expanded
 
 MAX_BYTES = 1 << 20
 MAX_VALUE_BYTES = 100_000
-"""No program can be started with a longer one: the kernel takes 128 KiB of `NAME=VALUE`."""
+"""Maximum bytes of a value: the kernel starts no program with more than 128 KiB of `NAME=VALUE`."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LINE = re.compile(r"\s*(?:export\s+)?([^=\s]*)\s*(=?)\s*(.*?)\s*\Z", re.DOTALL)
 _QUOTED = re.compile(r"""(?:'([^']*)'|"((?:[^"\\]|\\.)*)")(\s+\#.*|)\Z""", re.DOTALL)
@@ -25,32 +25,33 @@ _QUOTE = "put the value in single quotes"
 
 class EnvFile(NamedTuple):
     named: str
-    """As the user did."""
+    """The path as the user wrote it."""
     variables: dict[str, str]
     project: Path | None = None
-    """Where a relative path begins; None: the present folder."""
+    """The folder for a relative path; None: the current folder."""
 
     def without(self, names: Collection[str]) -> EnvFile:
         return self._replace(variables={name: value for name, value in self.variables.items() if name not in names})
 
     @property
     def kept_path(self) -> str:
-        """Where a resume finds it again; empty for a pipe."""
+        """The absolute path for a later resume; empty for a pipe."""
         path = (self.project or Path()) / expanded(self.named)
         return str(path.absolute()) if path.is_file() else ""
 
     def paths_below(self, project: Path) -> list[str]:
-        """The paths of the project, relative to it, under which the file would travel: as it is named, and what that
-        leads to."""
+        """The project's paths, relative to it, under which the file would be sent: its name, and the target of a
+        link."""
         path, top = project / expanded(self.named), project.resolve()
         absolute = (path.parent.resolve() / path.name, path.resolve())
         return sorted({str(one.relative_to(top)) for one in absolute if one.is_relative_to(top)})
 
 
 def env_file_of(named: str | None, project: Path | None = None) -> EnvFile | None:
-    """What --env-file or target.env_file names; a relative path begins at the project, else here.
+    """The file that --env-file or target.env_file names; a relative path is below the project, else below the current
+    folder.
 
-    UsageError with the line of a mistake.
+    Raises UsageError with the line of a mistake.
     """
     if named is None:
         return None

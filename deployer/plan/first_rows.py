@@ -1,6 +1,5 @@
-"""The first rows of a config's data files, looked at before anything travels: that a trainer has no use for their
-columns shows here, and not on the host minutes later. What needs more than the standard library is left to the trainer.
-"""
+"""Checks the first rows of a config's data files before anything is sent: a wrong column is reported here, and not on
+the host minutes later. Formats that need more than the standard library are left to the trainer."""
 
 from __future__ import annotations
 
@@ -20,23 +19,23 @@ from trainer.schema import Config, SourceConfig, as_sources
 from trainer.schema.data import SCHEMA_KEYS, schema_of, unknown_columns
 
 ROWS = 20
-"""Looked at in each file."""
+"""Rows that are checked in each file."""
 MOST_BYTES = 8 << 20
-"""Read of a file at most: what goes beyond is the trainer's to judge."""
+"""Maximum bytes that are read of a file; the trainer checks the rest."""
 OPENERS: dict[bytes, Callable[[Path], IO[bytes]]] = {
     b"\x1f\x8b": lambda path: cast(IO[bytes], gzip.open(path)),  # noqa: SIM115 - closed by who opens it
     b"BZh": lambda path: bz2.BZ2File(path),
     b"\xfd7zXZ\x00": lambda path: lzma.LZMAFile(path),  # noqa: SIM115
 }
-"""By the bytes that each begins with, as the trainer tells them."""
+"""First bytes of a file -> how to open it, as in the trainer."""
 ZSTD = b"\x28\xb5\x2f\xfd"
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 TABLES = {".csv": None, ".tsv": "\t"}
-"""By ending: what stands between two values, None where the first line tells."""
+"""File ending -> the separator; None: the first line decides."""
 
 
 def check_first_rows(config: Config, project: Path) -> None:
-    """UsageError for a file of conversations whose first rows no schema fits."""
+    """Raises UsageError if no schema fits the first rows of a file of conversations."""
     if config.recipe != "sft":
         return
     for path in _files([*config.data.train, *config.data.eval], project):
@@ -83,7 +82,8 @@ def _table(text: str, name: str, delimiter: str | None) -> Iterator[tuple[str, A
 
 
 def _json_rows(text: str, name: str, kind: str, *, is_whole: bool) -> Iterator[tuple[str, Any]]:
-    """Of lines with an object each, or of a list of them; nothing of what only the trainer reads."""
+    """(place, row) of a file with one object per line, or of a list of objects; nothing for a file that only the
+    trainer can read."""
     lines = text.split("\n")
     if kind == ".json" or text.lstrip()[:1] == "[":
         whole = _value(text) if is_whole else None

@@ -1,4 +1,5 @@
-"""A program's first word, where it cannot be started: that shows here, with the words that can, and not on the host."""
+"""Checks a program's first word: a program that cannot start is reported here, with the correct words, and not on the
+host."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ _SHELLS = ("bash", "dash", "ksh", "sh", "zsh")
 
 
 def check_first_word(argv: tuple[str, ...], *, modes: Mapping[str, str], project: Path) -> list[str]:
-    """UsageError where the words start nothing; warnings for what will hardly run. `modes`: of the files that travel,
-    by path."""
+    """Raises UsageError if the words start no program. Returns warnings for what will hardly run. `modes`: path -> mode
+    of the files that are sent."""
     first = argv[0]
     set_here = next((n for n, word in enumerate(argv) if not _ASSIGNMENT.fullmatch(word)), len(argv))
     if set_here:
@@ -54,7 +55,7 @@ def check_first_word(argv: tuple[str, ...], *, modes: Mapping[str, str], project
 
 
 def _as_typed(argv: tuple[str, ...]) -> str:
-    """The words as a shell's line: one that has spaces is a line already where it is the first."""
+    """The words as a shell's line; a first word with spaces is already such a line."""
     rest = (word if word in _OPERATORS else shlex.quote(word) for word in argv[1:])
     return " ".join((argv[0], *rest))
 
@@ -64,7 +65,7 @@ def _without_cr(path: str) -> str:
 
 
 def _ends_with_cr(path: Path) -> bool:
-    """Whether a script's first line does."""
+    """Whether a script's first line ends with a carriage return."""
     try:
         with path.open("rb") as file:
             return file.readline(4096).endswith(b"\r\n")

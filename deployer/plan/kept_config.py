@@ -1,4 +1,5 @@
-"""A job's config.yaml, which its own trainer reads: an older or a newer version than this client, or somebody's own."""
+"""A job's config.yaml. The job's own trainer reads it: an older or a newer version than this client, or another
+program."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from trainer.schema import Config
 
 @dataclass(frozen=True)
 class Kept:
-    """A config.yaml whose own reader may be of another version; `read_kept` gives it."""
+    """A config.yaml whose trainer may have another version; see `read_kept`."""
 
     config: Config
-    """What it says of this schema's keys."""
+    """The values of this schema's keys."""
     strange: Mapping[str, object]
-    """What it says of other keys, by dotted key."""
+    """Dotted key -> value, of other keys."""
     places: Places
 
     @property
     def keys(self) -> frozenset[str]:
-        """Dotted keys of the file."""
+        """The dotted keys in the file."""
         return frozenset(key for key in (*known_keys(), *self.strange) if key in self.places.by_key)
 
     def changed(
@@ -36,8 +37,9 @@ class Kept:
         changes: Mapping[str, Any] = NO_CHANGES,
         tell: Callable[[str], None] = lambda note: None,
     ) -> Changed:
-        """What it comes to with `a.b=c` overrides, and then `changes` for `with_changes`. ConfigError for a mistake
-        in these. What breaks a rule without them is let be, but for `target`: the file's own reader has taken it."""
+        """The config with `a.b=c` overrides and then `changes` (see `with_changes`). Raises ConfigError for a mistake
+        in these. A value of the file itself that breaks a rule is accepted, except in `target`: the file's own trainer
+        has accepted it."""
         own = [override for override in overrides if key_of(override) in self.strange]
         draft = Draft(self.config, self.places)
         draft.override([override for override in overrides if override not in own])
@@ -52,11 +54,11 @@ class Kept:
 
 @dataclass(frozen=True)
 class Changed:
-    """A `Kept` with what was given over it."""
+    """A `Kept` with changes."""
 
     config: Config
     values: Mapping[str, Any]
-    """The keys that were given, or are another value now, with their plain values."""
+    """Key -> plain value, of the keys that were given or have another value now."""
 
 
 def _plain(config: Config, key: str) -> Any:
@@ -67,11 +69,11 @@ def _plain(config: Config, key: str) -> Any:
 
 
 def read_kept(text: str, file: str, beside: Mapping[str, Mapping[str, object]] = NO_CHANGES) -> Kept:
-    """A config.yaml as far as this schema has its keys, and sections of keys that are kept `beside` it.
+    """Reads a config.yaml as far as this schema has its keys, with sections of keys that are stored `beside` it.
 
-    It may be an older or a newer version's, or that of a trainer with other keys. A key that this schema lacks, or
-    has with other values, is that trainer's affair: it stands in `strange`, and is no mistake. But of `target` each
-    value must be one of this schema's: the client acts by it.
+    The file may be of an older or newer version, or of a trainer with other keys. A key that this schema does not have,
+    or has with other values, goes to `strange`; it is no mistake, because that trainer checks it. But the values of
+    `target` must fit this schema: the client uses them.
     """
     tree, places = parse_yaml(text.encode(), file)
     known, strange = _own_part(tree, places)
@@ -82,7 +84,7 @@ def read_kept(text: str, file: str, beside: Mapping[str, Mapping[str, object]] =
 
 
 def _own_part(tree: Mapping[str, object], places: Places) -> tuple[dict[str, object], dict[str, object]]:
-    """What a tree says of the schema's keys, nested, and what else it says, by dotted key."""
+    """The values of this schema's keys, nested, and the values of other keys, by dotted key."""
     known: dict[str, Any] = {}
     strange: dict[str, object] = {}
     for name, value in tree.items():
@@ -98,7 +100,7 @@ def _own_part(tree: Mapping[str, object], places: Places) -> tuple[dict[str, obj
 
 
 def _takes(key: str, value: object, places: Places) -> bool:
-    """Whether this schema has the key, or a section of this name, with such a value."""
+    """Whether this schema has the key, or a section of this name, and accepts the value."""
     kind = known_keys().get(key, field_kinds(Config).get(key))
     if kind is None:
         return False
@@ -112,7 +114,7 @@ def _takes(key: str, value: object, places: Places) -> bool:
 
 
 def _strange_value(override: str, strange: Mapping[str, object]) -> object:
-    """The plain value that an override gives a key of another schema: as YAML reads it, a list where one stands."""
+    """The plain value of an override of another schema's key, as YAML reads it; a list if the file has a list there."""
     import yaml
 
     key, text = key_of(override), override.partition("=")[2].strip()

@@ -1,4 +1,4 @@
-"""What a launch will do, decided before anything is done: pure, printable, and the very value that is carried out.
+"""Builds the plan of a launch, before anything is done: pure functions. The same value is printed and carried out.
 
 What only the host knows (interpreter, folders) is a named slot in the plan; the agent fills it once and records it.
 """
@@ -52,7 +52,7 @@ GPUS_RULE = "the host's freest GPUs: not leased, nobody computes on them, least 
 
 @dataclass(frozen=True)
 class Command:
-    """A program of the user's: what follows `--` on the command line, or `script=` of a config."""
+    """The user's program: what follows `--` on the command line, or `script=` of a config."""
 
     argv: tuple[str, ...]
     torchrun: bool
@@ -64,9 +64,9 @@ class ConfigText:
 
     yaml: str
     keys: frozenset[str]
-    """The dotted keys that stand in it."""
+    """The dotted keys in it."""
     given_alone: bool
-    """Others than those have the defaults of the trainer that reads it; otherwise it knows no others."""
+    """The trainer that reads it may have other keys, with its own defaults; otherwise `keys` are all its keys."""
 
 
 IN_SHELL = """\
@@ -77,13 +77,13 @@ exec 9<&0
 trap 'trap "" TERM; kill -TERM 0' TERM
 while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done
 exit $code"""
-"""Runs a text of the user's in a shell for which `python` is the job's own. The text is an argument, so it is read as
-it was written, and its code is the program's. A shell that is told to stop would end and leave its program behind:
-here all hear of it, and the shells wait until the program has saved."""
+"""Runs the user's text in a shell whose `python` is the job's own. The text is an argument, so it reaches the shell
+unchanged; the exit code is the program's. A shell that gets a signal would end without its program. So this passes the
+signal on to all processes and waits until the program has saved."""
 
 
 def in_shell(text: str, shell: str, arguments: Sequence[str] = ()) -> tuple[str, ...]:
-    """The words that run a shell's command."""
+    """The arguments that run a shell command."""
     return ("sh", "-c", IN_SHELL, "sh", "python", shell, text, *arguments)
 
 
@@ -105,10 +105,10 @@ def build_plan(
     text: ConfigText | None = None,
     setup: Setup | None = None,
 ) -> Plan:
-    """The plan of a config's job, or of `command` when one is given; `text`: what the trainer gets of the config.
+    """The plan of a config's job, or of `command`. `text`: the config for the trainer.
 
-    own_trainer: the project has its own `train.py` and `trainer/`; otherwise those that travel in `lib/` run.
-    restrict_gpus: False for a program that was given no GPUs: it sees them all.
+    `own_trainer`: the project has its own `train.py` and `trainer/`; otherwise those in `lib/` run.
+    `restrict_gpus`: False for a program without assigned GPUs, which sees all of them.
     """
     target = config.target
     torchrun = command.torchrun if command else uses_torchrun(config)
@@ -163,14 +163,14 @@ def _devices(target: TargetConfig, *, restrict_gpus: bool) -> Devices:
 
 
 NOT_REQUESTED = ("target.ssh", "target.root", "target.env", "target.env_file", "target.after")
-"""Keys that a job's request does not hold: which host it is, values that may be secret, or where they are here, and
-what one launch waited for: its next attempt starts when somebody says so."""
+"""Keys that a job's request does not contain: the host, values that may be secret or their file here, and what a launch
+waited for. The next attempt starts when the user requests it."""
 
 
 def build_request(
     config: Config, command: Command | None, text: ConfigText | None = None, *, own_trainer: bool, restrict_gpus: bool
 ) -> Request:
-    """What the next attempt's plan is made from, besides a trainer's config.yaml."""
+    """The request from which the next attempt's plan is made, together with a trainer's config.yaml."""
     if command is None:
         apart = [key for key in supervised_keys() if text is not None and key not in (*text.keys, *NOT_REQUESTED)]
         given_alone = text is not None and text.given_alone
@@ -181,12 +181,12 @@ def build_request(
 
 
 def supervised_keys() -> list[str]:
-    """The keys that the host carries out by itself: a trainer that reads them does nothing about them."""
+    """The keys that the host carries out; the trainer ignores them."""
     return [f"target.{field.name}" for field in fields(TargetConfig) if facts_of(field).supervised]
 
 
 def _settings(config: Config, keys: Sequence[str]) -> tuple[str, ...]:
-    """Those of the keys that are not at their default, `KEY=JSON`."""
+    """`KEY=JSON` for each of these keys that is not at its default."""
     plain = Config()
     values = {key: (_value_of(config, key), _value_of(plain, key)) for key in keys}
     return tuple(f"{key}={json.dumps(value)}" for key, (value, default) in values.items() if value != default)
@@ -198,7 +198,7 @@ def _value_of(config: Config, key: str) -> Any:
 
 
 def read_settings(request: Request) -> dict[str, dict[str, Any]]:
-    """The settings of a request as the sections of a config. Damage for one that is none."""
+    """The settings of a request as sections of a config. Raises Damage if a value is not JSON."""
     tree: dict[str, dict[str, Any]] = {}
     for setting in request.overrides:
         key, _, value = setting.partition("=")
@@ -218,7 +218,7 @@ def uses_torchrun(config: Config) -> bool:
 
 
 def build_torchrun_argv(nproc: int, program: Sequence[Text]) -> tuple[Text, ...]:
-    """torchrun on one node. `--standalone` chooses a free port, restarts belong to the supervisor."""
+    """The torchrun command on one node. `--standalone` chooses a free port; the supervisor does the restarts."""
     return (
         (Slot("python"),),
         "-m",
@@ -253,7 +253,7 @@ def _with_python_slot(argv: tuple[str, ...]) -> tuple[Text, ...]:
 
 
 def script_of(command: Command) -> str | None:
-    """The Python file that a command runs; None for `-m`, `-c`, and what is not Python's."""
+    """The Python file that a command runs; None for `-m`, `-c` and programs that are not Python."""
     if command.torchrun:
         first = _program_of(command.argv)[0]
         return first if isinstance(first, str) and not first.startswith("-") else None
@@ -269,8 +269,8 @@ def script_of(command: Command) -> str | None:
 
 
 def _program_of(argv: tuple[str, ...]) -> tuple[Text, ...]:
-    """What rank.py is told to start of what follows `--`, which is what follows torchrun's own options: a Python file,
-    `-m` and a module, `--no-python` and any program. `python -u x.py a` and `x.py a` are the same."""
+    """The arguments for rank.py, from what follows `--`, which is what follows torchrun's own options: a Python file,
+    `-m` and a module, or `--no-python` and any program. `python -u x.py a` and `x.py a` are the same."""
     rest = list(argv)
     if _PYTHON.match(rest[0]):
         rest.pop(0)
@@ -290,7 +290,7 @@ def _program_of(argv: tuple[str, ...]) -> tuple[Text, ...]:
 
 
 def torchrun_hint(argv: Sequence[str]) -> str:
-    """The words of a launch that has torchrun's own options, or torchrun itself, before the program: without them."""
+    """A hint with the launch's arguments without torchrun and torchrun's own options."""
     starts = (n for n, word in enumerate(argv) if word.endswith(".py") or word in ("-m", "--module", "--no-python"))
     own = next((n for n in starts if argv[n].endswith(".py") or argv[n + 1 :]), None)
     program = shlex.join(argv[own:]) if own is not None else "train.py ARGS"
@@ -310,11 +310,11 @@ def _environment(job_id: str, device: str) -> dict[str, Text]:
 
 
 CACHE: Text = (Slot("root"), "/cache")
-"""Where trainer's jobs of one host share what they have compiled; `gc` knows it."""
+"""The folder in which a host's training jobs share their compiled code; `gc` knows it."""
 
 
 def new_job_id(name: str, *, now: datetime | None = None) -> str:
-    """An id that sorts by name and time and that nobody else has chosen: `name-1231-2359-a1b2`."""
+    """A new ID that sorts by name and time: `name-1231-2359-a1b2`. Its random part makes it unique."""
     moment = now or datetime.now(timezone.utc)
     safe = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.")[:48] or "job"
     return f"{safe}-{moment:%m%d-%H%M}-{secrets.token_hex(2)}"
@@ -324,7 +324,7 @@ def new_job_id(name: str, *, now: datetime | None = None) -> str:
 
 
 def shell_slots(group: Group, *, job_id: str, root: str, agent: str) -> dict[str, str]:
-    """A group's slots as shell text for a reader who will paste the command on the host."""
+    """A group's slots as shell text, for a user who pastes the command on the host."""
     gpus = group.devices.gpus
     return {
         "python": PYTHON_VARIABLE,
@@ -336,7 +336,7 @@ def shell_slots(group: Group, *, job_id: str, root: str, agent: str) -> dict[str
 
 
 def render_command(plan: Plan, role: Role, slots: dict[str, str]) -> str:
-    """A role's command as one shell line: environment, then argv. Values of --env and secrets appear as names."""
+    """A role's command as one shell line: environment, then arguments. Of --env and secrets it shows only the names."""
     words = [f"{name}={_quote(text, slots)}" for name, text in role.env.items()]
     words += [f'{name}="${name}"' for name in (*plan.env_names, *plan.secret_names)]
     words += [_quote(text, slots) for text in role.argv]
@@ -348,7 +348,7 @@ def render_cwd(role: Role, slots: dict[str, str]) -> str:
 
 
 def _quote(text: Text, slots: dict[str, str]) -> str:
-    # a slot may be `$PYTHON` or begin with `~`: it stays outside the quotes, what the user gave goes inside
+    # a slot may be `$PYTHON` or begin with `~`: it stays outside the quotes, and the user's text inside
     if isinstance(text, str):
         return shlex.quote(text)
     return "".join(

@@ -1,4 +1,5 @@
-"""The paths that a config names: those of the project travel, though git ignores them; what of others is to be said."""
+"""The paths that a config names: those in the project are sent even if git ignores them; for the others it warns or
+refuses."""
 # names are bytes in a walk, and pathlib takes none:
 # ruff: noqa: PTH110, PTH118
 
@@ -18,12 +19,12 @@ from deployer.project.walk import Keep, is_junk, is_secret
 from trainer.schema import Config
 
 MOST_PIECES = 50
-"""Ignored parts of a folder that travel beside the rest of it; with more of them the folder goes as one."""
+"""Maximum number of ignored parts that are sent in addition to a folder; with more, the whole folder is sent."""
 NEEDED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".model", ".tiktoken", ".gguf", ".distcp", ".metadata"),
     *(".arrow", ".npy", ".npz"),
 )
-"""How files end that a model's or a checkpoint's folder needs, beside those of data and templates."""
+"""File endings that a model's or a checkpoint's folder needs, in addition to those of data and templates."""
 
 
 def is_below(path: str, folders: Iterable[str]) -> bool:
@@ -31,20 +32,18 @@ def is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def travels(clean: str, code: Scan, includes: Sequence[str]) -> bool:
-    """Whether a file or folder of the project (its plain relative path), or a part of it, is of what is sent."""
+    """Whether a file or folder of the project (as a plain relative path), or a part of it, is sent."""
     return is_below(clean, includes) or any(is_below(e.path.removeprefix("code/"), [clean]) for e in code.entries)
 
 
 def left_out(path: str, code: Scan, *, hint: str = "") -> UsageError:
     reason = code.why_ignored(os.path.normpath(path))
     why = f" ({reason.pattern} in {reason.source})" if reason else ""
-    return UsageError(
-        f"{path} is left out of the code tree{why}", hint=f"ship it once, by hash, with --include {path}{hint}"
-    )
+    return UsageError(f"{path} is left out of what is sent{why}", hint=f"send it with --include {path}{hint}")
 
 
 def named_paths(config: Config, project: Path) -> list[str]:
-    """Paths of data, models, adapters, templates and a checkpoint, as the config has them."""
+    """The config's paths of data, models, adapters, templates and a checkpoint."""
     from trainer.config.load import local_data_paths
 
     resume = [] if config.train.resume in ("auto", "never") else [config.train.resume]
@@ -52,7 +51,8 @@ def named_paths(config: Config, project: Path) -> list[str]:
 
 
 def check_named(config: Config, project: Path) -> list[str]:
-    """Warnings of what the host itself must have. UsageError for a path that is not there, or cannot travel."""
+    """Warnings about paths that the host itself must have. Raises UsageError for a path that does not exist or cannot
+    be sent."""
     if re.search("[\\ud800-\\udfff]", config.target.root):
         raise UsageError(
             f"--remote-root {config.target.root} is not UTF-8: tokenizers cannot write into such a folder",
@@ -82,7 +82,7 @@ def _of_host(path: str, project: Path) -> str:
 
 
 def inside_of(path: Path, project: Path) -> str | None:
-    """The path as one relative to the project, where it lies below it."""
+    """The path relative to the project; None if it is not below it."""
     for top in (project, project.resolve()):
         relative = os.path.relpath(path, top)
         if relative != "." and not is_below(relative, [".."]):
@@ -107,7 +107,7 @@ def _check_in_project(path: str, project: Path) -> None:
 
 
 def did_you_mean(path: Path, project: Path | None = None) -> str:
-    """A hint with the name in the same folder that is nearest to one that is not there; empty without any."""
+    """A hint with the most similar name in the same folder; empty if there is none."""
     try:
         names = sorted(os.listdir(path.parent))  # noqa: PTH208 - names alone
     except OSError:
@@ -122,11 +122,11 @@ def did_you_mean(path: Path, project: Path | None = None) -> str:
 def to_include(
     config: Config, project: Path, *, code: Scan, includes: Sequence[str], hidden: Collection[str] = ()
 ) -> dict[str, bool]:
-    """What the config names in the project and the rules of git would leave behind: as plain relative paths, each with
-    whether all of it is meant, and not what is needed alone.
+    """The paths in the project that the config names and git's rules leave out: plain relative path -> whether all of
+    it is needed, or only the files that the trainer reads.
 
-    UsageError for what `.deployignore` leaves out, which was written for deployments; for the env file (`hidden`), a
-    link out of the project and what should not leave by accident: a config may come from anybody.
+    Raises UsageError for a path that `.deployignore` leaves out, because that file is written for launches. Also for
+    the env file (`hidden`), a link out of the project, and a secret's name: a config may come from anybody.
     """
     found: dict[str, bool] = {}
     for path in named_paths(config, project):
@@ -151,8 +151,8 @@ def to_include(
 
 
 def check_stays(path: str, project: Path) -> str:
-    """What a path of the project really is, relative to it. UsageError where a link leads out: nobody but the user
-    sends what lies there."""
+    """The real path of a path in the project, relative to it. Raises UsageError if a link leads out: only the user may
+    send what is there."""
     real = (project / path).resolve()
     target = inside_of(real, project.resolve())
     if target is None:
@@ -164,9 +164,9 @@ def check_stays(path: str, project: Path) -> str:
 def keep_of(
     folder: str, *, whole: bool, project: Path, code: Scan, asked: Sequence[str], hidden: Collection[str]
 ) -> Keep:
-    """What is taken of a folder that a config names. Nobody has asked for each of its files: what is left out of a
-    project without any rule is left out of it too, and the env file (`hidden`). Unless `whole`, git's rules count for
-    what no model and no data need. `asked`: what the user includes."""
+    """Which files of a folder that a config names are sent. The user did not name each single file, so what a project
+    leaves out without any rule is left out here too, and so is the env file (`hidden`). Unless `whole`, git's rules
+    apply to files that no model and no data need. `asked`: paths that the user includes."""
     top = project.resolve()
 
     def keep(inner: bytes, real: bytes, is_dir: bool) -> bool:
@@ -192,14 +192,14 @@ def keep_of(
 
 
 def is_needed(path: str) -> bool:
-    """Whether a file is of a kind that the trainer reads."""
+    """Whether the trainer reads files of this kind."""
     from trainer.config.rules import LOCAL_SUFFIXES
 
     return path.endswith((*LOCAL_SUFFIXES, *NEEDED))
 
 
 def _pieces(folder: str, project: Path, code: Scan) -> list[str]:
-    """What git ignores of a folder that travels otherwise and a model or data need, such as the weights of a model."""
+    """The parts of a folder that git ignores but a model or data need, such as a model's weights."""
     ignored = code.ignored.paths.items()
     below = [path for path, reason in ignored if is_below(path, [folder]) and _is_of_git(reason.source)]
     pieces = [path for path in below if any(map(is_needed, _files_of(path, folder, project)))]
@@ -209,7 +209,7 @@ def _pieces(folder: str, project: Path, code: Scan) -> list[str]:
 
 
 def _files_of(path: str, folder: str, project: Path) -> Iterator[str]:
-    """The files of a part of a folder, but for what is left out without being asked."""
+    """The files of a part of a folder, without those that are always left out."""
     inner = os.path.relpath(path, folder)
     is_dir = (project / path).is_dir()
     parts = inner.split("/")

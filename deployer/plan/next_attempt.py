@@ -1,4 +1,4 @@
-"""The plan of a job's next attempt: the one that it had, with what the command line changes."""
+"""The plan of a job's next attempt: its last plan with the changes of the command line."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ RESUME, STEPS = "train.resume", "train.steps"
 
 @dataclass(frozen=True)
 class Resumable:
-    """A job as its host knows it."""
+    """A job in its host's answer."""
 
     job_id: str
     plan: Plan
     attempt: int
     from_step: int | None
-    """The newest complete checkpoint; None without one."""
+    """Step of the newest complete checkpoint; None without one."""
 
 
 def read_resumable(host: Host, job_id: str) -> Resumable:
@@ -59,10 +59,12 @@ def plan_next(
     env_file: EnvFile | None = None,
     tell: Callable[[str], None] = lambda note: None,
 ) -> tuple[Plan, dict[str, Any]]:
-    """The plan of the job's next attempt, and the values that travel beside it. UsageError for a mistake, and for a
-    secret that the host asks for though it is not among `known`: those that this client has given the job before.
-    `env_file`: as this client knows it; what the host says of one counts nothing. `tell` hears what the config has
-    without effect."""
+    """The plan of the job's next attempt, and the values that are sent beside it.
+
+    Raises UsageError for a mistake, and for a secret that the host asks for but that is not in `known`: the ones that
+    this client has given the job before. `env_file`: as this client knows it; the host's answer about one is ignored.
+    `tell`: called with each setting of the config that has no effect.
+    """
     try:
         return _plan_next(job, options, known, env_file, tell)
     except ConfigError as error:
@@ -110,7 +112,7 @@ def _plan_next(
 
 
 def beginning(job: Resumable, plan: Plan) -> str:
-    """Where the next attempt goes on, in words."""
+    """Where the next attempt begins, as text."""
     if plan.config_yaml is None:
         return "the same program with the same files"
     resume = read_kept(plan.config_yaml, "config.yaml").config.train.resume
@@ -120,7 +122,8 @@ def beginning(job: Resumable, plan: Plan) -> str:
 
 
 def _check_stays(job_id: str, options: Options) -> None:
-    """UsageError for what neither the next attempt nor a new job of the same files can have otherwise."""
+    """Raises UsageError for a setting that cannot change, neither in the next attempt nor in a new job with the same
+    files."""
     asked = [key_of(text) for text in options.overrides]
     if stays := next((key for key in asked if key in ("target.ssh", "target.root")), None):
         raise UsageError(
@@ -130,13 +133,13 @@ def _check_stays(job_id: str, options: Options) -> None:
     if "target.setup" in (*asked, *options.keys):
         raise UsageError(
             f"target.setup is what {job_id} was launched with, and stays",
-            hint=f"a launch of this folder takes another one: deploy.py repeat {job_id} --with-changes --setup CMD",
+            hint=f"a launch of the project takes another one: deploy.py repeat {job_id} --with-changes --setup CMD",
         )
 
 
 def _check_length(job: Resumable, config: Config) -> None:
-    """UsageError for a run that would end before the checkpoint it goes on from; the trainer refuses that too, but an
-    attempt later. How many steps `train.epochs` makes, only the trainer knows."""
+    """Raises UsageError if a run would end before the checkpoint from which it continues. The trainer refuses that too,
+    but one attempt later. Only the trainer knows the number of steps for `train.epochs`."""
     saved, steps = job.from_step, config.train.steps
     if config.train.resume == "auto" and saved is not None and steps is not None and saved > steps:
         raise UsageError(
@@ -155,7 +158,7 @@ def _check_secrets(job_id: str, names: Sequence[str], *, known: Collection[str])
 
 
 def _check_from_file(old: Plan, config: Config) -> None:
-    """UsageError for what only an env file can have given the job, when there is none now."""
+    """Raises UsageError if the job had variables from an env file and there is no env file now."""
     lost = [name for name in old.secret_names if name not in (*config.target.secrets, *config.target.env)]
     if lost:
         raise UsageError(
@@ -165,16 +168,16 @@ def _check_from_file(old: Plan, config: Config) -> None:
         )
 
 
-# --- what it was asked for, and what is asked now ---------------------------------------------------------------------
+# --- the earlier request and the new one ------------------------------------------------------------------------------
 
 
 def _config_of(job: Resumable, options: Options, *, tell: Callable[[str], None]) -> tuple[Config, ConfigText]:
-    """The config of the next attempt, and its text: the job's own with the keys that are given now.
+    """The next attempt's config and its text: the job's own with the keys that are given now.
 
-    The text goes to the trainer that the job came with, which may be older or newer than this client, or somebody's
-    own. So no other key of it is touched or added, those that this schema lacks stay, and may be given anew. What the
-    trainer's schema lacks is refused, unless the host carries it out by itself: then the request keeps it. Of a text
-    that never named all keys nobody knows what the schema lacks: there it is the trainer that judges.
+    The text goes to the trainer that the job was launched with: older or newer than this client, or the user's own. So
+    no other key is changed or added. Keys that this schema does not have stay, and may be set. A key that the trainer's
+    schema does not have is refused, unless the host carries it out: then the request stores it. If a text never named
+    all keys, its trainer's schema is unknown, and the trainer itself checks the key.
     """
     request, written = job.plan.request, job.plan.config_yaml
     if written is None:
@@ -218,7 +221,7 @@ def _check_data(job: Resumable, before: Config, config: Config) -> None:
 
 
 def _config_of_program(old: Plan, options: Options, *, tell: Callable[[str], None]) -> Config:
-    """What a program's job was asked for with, as a config."""
+    """The request of a program's job, as a config."""
     if not old.request.command:
         raise HostError(f"cannot resume {old.job_id}: the plan that its host sent has no command")
     strange = [text for text in options.overrides if not key_of(text).startswith(("target.", "run.name"))]

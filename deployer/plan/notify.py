@@ -1,6 +1,6 @@
-"""Whom --notify names: URLs, which the host posts to, and commands, which run on the client that follows.
+"""The values of --notify: URLs, to which the host posts, and commands, which run on the client that follows the job.
 
-A URL often holds a token. It travels beside the plan, as secrets do; the plan names its host alone.
+A URL often contains a token. So it is sent beside the plan, like secrets; the plan contains only its host name.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Notify(NamedTuple):
 
 
 def read_notify(words: Sequence[str]) -> Notify:
-    """What the command line says, else the variable, which no program of this client gets to see then. UsageError for
-    what is neither a URL that can be used nor a command; it never shows a URL."""
+    """The values of the command line, or else of the environment variable, which is then removed for this client's
+    programs. Raises UsageError for a value that is neither a usable URL nor a command; the message never contains a
+    URL."""
     in_shell = os.environ.pop(VARIABLE, "")
     given = list(dict.fromkeys(words or ([in_shell] if in_shell else [])))
     if len(given) > MOST:
@@ -44,7 +45,7 @@ def read_notify(words: Sequence[str]) -> Notify:
 
 
 def with_urls(plan: Plan, payload: dict[str, Any], urls: Sequence[str]) -> tuple[Plan, dict[str, Any]]:
-    """The plan that names their hosts, and what travels beside it."""
+    """The plan with the URLs' host names, and the payload with the URLs."""
     if not urls:
         return plan, payload
     hosts = tuple(urlsplit(url).hostname or "" for url in urls)

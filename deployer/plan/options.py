@@ -1,4 +1,4 @@
-"""A launch's options on the command line, and the config that they and the config file, or a program, come to."""
+"""A launch's command-line options, and the config that results from them and from the config file or program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Options:
 
     config: str | None = None
     text: str | None = None
-    """Of a YAML config that stands in no file; `config` is then what errors call it."""
+    """Text of a YAML config without a file; errors then call it `config`."""
     overrides: tuple[str, ...] = ()
     fsdp_config: str | None = None
     command: tuple[str, ...] = ()
@@ -32,23 +32,23 @@ class Options:
     allow_busy: bool = False
     yes: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """What the options that mirror keys of the config say, by dotted key, as the schema holds it: target.env.NAME for
-    each --env, the names to add for target.secrets; nothing of what the command line does not say."""
+    """The options that mirror keys of the config: dotted key -> value as in the schema. target.env.NAME for each --env,
+    and for target.secrets the names to add. Only options that were given."""
 
 
 class Asked(NamedTuple):
     config: Config
-    """With the command line's options applied."""
+    """The config with the command line's options."""
     command: Command | None
-    """The program, when it is not the trainer."""
+    """The program, if it is not the trainer."""
     given: frozenset[str] = frozenset()
-    """The keys of the config that somebody gave; of no interest to a program."""
+    """The config's keys that were given; not used for a program."""
 
 
 def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: None) -> Asked:
-    """What a launch is asked for. UsageError for a mistake.
+    """The config and program of a launch. Raises UsageError for a mistake.
 
-    `tell` hears what the config has without effect.
+    `tell`: called with each setting of the config that has no effect.
     """
     if options.config is None:
         config, given = with_changes(_config_of_command(options), options.keys), frozenset[str]()
@@ -69,8 +69,8 @@ def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: 
 
 
 def with_defaults(asked: Asked, defaults: Mapping[str, Any]) -> tuple[Asked, set[str]]:
-    """What a config asks for with these values of keys that it does not give, and which those are. UsageError where
-    the two do not go together."""
+    """The launch with these values for the keys that it does not give; also returns these keys. Raises UsageError if
+    the values do not fit together."""
     own = {*asked.given, *(f"target.env.{name}" for name in asked.config.target.env)}
     used = {key: value for key, value in defaults.items() if key not in own}
     if not used:
@@ -82,7 +82,7 @@ def with_defaults(asked: Asked, defaults: Mapping[str, Any]) -> tuple[Asked, set
 
 
 def without_effect(command: Command, target: TargetConfig, given: Mapping[str, Any]) -> Iterator[str]:
-    """What of the command line changes nothing for the user's own program, in words."""
+    """What on the command line has no effect for the user's own program, as text."""
     if target.device == "cpu" and not command.torchrun and "target.gpu_ranks" in given:
         yield "naming GPUs changes nothing: on the CPU a program without --torchrun is one process"
     if ours := next((word for word in command.argv[1:] if word.partition("=")[0] in _OURS), None):
@@ -96,7 +96,7 @@ _OURS = frozenset(
         *("--give-up", "--after", "--idle-timeout", "--notify"),
     )
 )
-"""Options of a launch that few programs have too."""
+"""Launch options that few programs have too."""
 
 
 def _read_file(path: str, options: Options, *, tell: Callable[[str], None]) -> tuple[Config, frozenset[str]]:
@@ -128,7 +128,7 @@ def _config_of_command(options: Options) -> Config:
         hint = "write deploy.py CONFIG, or deploy.py run -- PROGRAM; deploy.py init task makes a torchferry.yaml"
         raise UsageError("nothing to run: no config, no program after -- and no torchferry.yaml here", hint=hint)
     if options.torchrun and "target.gpu_ranks" not in options.keys:
-        hint = "add --gpus 0,1 for these two, or --gpus auto:2 for the two freest"
+        hint = "add --gpus 0,1 for GPUs 0 and 1, or --gpus auto:2 for the two freest"
         raise UsageError("--torchrun needs --gpus: torchrun starts one process for each GPU", hint=hint)
     words = itertools.pairwise(("", *options.command))
     found = ((before, word) for before, word in words if before == "-m" or word.endswith((".py", ".sh")))
@@ -138,22 +138,22 @@ def _config_of_command(options: Options) -> Config:
 
 
 def run_name(stem: str, other: str = "job") -> str:
-    """The name of a run after a file; `other` where the file's has no letter that a name may have."""
+    """A run's name from a file's name; `other` if that has no allowed letter."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")[:100] or other
 
 
-# --- what is right at a glance ----------------------------------------------------------------------------------------
+# --- a quick check of simple settings ---------------------------------------------------------------------------------
 
-# A launch waits for what it loads, and the rules of a training config are many: whether a program's few settings break
-# none of them is seen here. What is not plain may still be right: then the rules decide, and say what is wrong.
+# A launch waits for the modules that it loads, and the rules of a training config are many. So a program's few settings
+# are checked here first. If they are not plainly right, the rules decide and report what is wrong.
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _VARIABLE = re.compile(r"(?!TORCHFERRY_|CUDA_|MASTER_|RANK\Z|LOCAL_|WORLD_)[A-Za-z_][A-Za-z0-9_]*")
-"""Names of variables but for those that begin like one of a launcher's own."""
+"""Names of variables, except those that begin like a launcher's own."""
 
 
 def is_plain(name: str, target: TargetConfig) -> bool:
-    """Whether a run of this name at this place breaks no rule, whatever program it runs."""
+    """Whether this name and target surely break no rule, for any program."""
     variables = [*target.env, *target.secrets]
     return (
         _NAME.fullmatch(name) is not None

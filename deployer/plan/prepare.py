@@ -1,4 +1,4 @@
-"""From a config and the command line to a plan and its shipment: reads the project, decides, starts nothing."""
+"""Makes a plan and its shipment from a config and the command line: reads the project and decides; starts nothing."""
 
 from __future__ import annotations
 
@@ -51,30 +51,30 @@ from trainer.schema import Config, as_sources
 ASK_TREE_BYTES = 500 * 10**6
 ASK_FILE_BYTES = 100 * 10**6
 PACKAGES = (b".whl", b".tar.gz")
-"""How files end that an installer takes from a folder of wheels."""
+"""File endings that an installer reads from a folder of wheels."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that a launch needs, decided."""
+    """Everything that a launch needs."""
 
     plan: Plan
     shipment: Shipment
     code: Scan
     payload: dict[str, Any]
-    """Values of the job's environment and secrets; they travel beside the plan and show in no process list."""
+    """Values of the job's environment and secrets; they are sent beside the plan and show in no process list."""
     env_file: EnvFile | None = None
     named: tuple[tuple[str, int], ...] = ()
-    """What git ignores and travels because the config names it, with its bytes."""
+    """Paths that git ignores but that are sent because the config names them, with their bytes."""
     wheels: tuple[str, int] | None = None
-    """The folder of --wheels, and how many packages it has."""
+    """The folder of --wheels, and its number of packages."""
 
 
 def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
-    """Reads the project's tree and decides the plan. UsageError when something that the job needs would not travel."""
+    """Reads the project and decides the plan. Raises UsageError if it would not send a file that the job needs."""
     config, command = asked.config, asked.command
     paths = _include_paths((*config.files, *options.include))
-    # an included folder comes whole, and an included link as its target: neither is also part of the code
+    # an included folder is sent whole, an included link as its target: neither is also part of the code
     env_file = env_file_of(config.target.env_file, project)
     hidden = _paths_of(env_file, project, paths)
     code = manifest.scan(project, hash_cache=_hash_cache(), included=[*paths, *hidden])
@@ -91,7 +91,7 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
     how: dict[str, Any] = {"project": project, "code": code, "asked": asked_for, "hidden": hidden}
     keeps = {path: keep_of(path, whole=whole, **how) for path, whole in named.items()}
     includes = {path: _scan_include(project, path, keeps.get(path), options.include) for path in paths}
-    # a link on the way to what is included becomes the folder that holds it
+    # a link on the path of an included file becomes the folder that contains it
     entries = [e for e in code.entries if not any(is_below(path, [e.path.removeprefix("code/")]) for path in includes)]
     lib_entries, lib_sources = _client_trainer() if command is None and not own_trainer else ([], {})
     entries += lib_entries
@@ -133,8 +133,8 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
 
 
 def _scan_wheels(folder: str, project: Path | None = None) -> Scan:
-    """The packages in a folder, as pip and uv look for them there, and nothing else. A relative one is the project's,
-    else of the present folder; no link leads out of one in the project."""
+    """The packages in a folder, as pip and uv look for them there, and no other files. A relative path is below the
+    project, else below the current folder. In the project, no link may lead out."""
     path = (project or Path()) / folder
     if not path.is_dir():
         raise UsageError(f"--wheels {folder} is no folder of this machine")
@@ -159,7 +159,7 @@ def _shipment(entries: Sequence[Entry], sources: Mapping[str, str], apart: Seque
 
 
 def _hashes(project: Path, entries: Sequence[Entry], includes: Mapping[str, Scan]) -> dict[str, str]:
-    """Path in the project -> hash, of every file that travels."""
+    """Path in the project -> hash, of every file that is sent."""
     files = {entry.path.removeprefix("code/"): entry.hash for entry in entries}
     for path, scan in includes.items():
         alone = (project / path).is_file()
@@ -168,7 +168,7 @@ def _hashes(project: Path, entries: Sequence[Entry], includes: Mapping[str, Scan
 
 
 def _paths_of(env_file: EnvFile | None, project: Path, includes: Sequence[str]) -> list[str]:
-    """The env file's own paths in the project. UsageError where it would travel with an included folder."""
+    """The env file's own paths in the project. Raises UsageError if an included folder would send it."""
     paths = env_file.paths_below(project) if env_file is not None else []
     for path in paths:
         if include := next((one for one in includes if is_below(path, [one])), None):
@@ -177,31 +177,32 @@ def _paths_of(env_file: EnvFile | None, project: Path, includes: Sequence[str]) 
 
 
 DECIDED = ("target.gpu_ranks", "target.train_backend", "target.device")
-"""What a job's command follows from: its trainer has to see it in the same way."""
+"""Keys that decide a job's command: its trainer must have the same values."""
 
 
 def _text_of(asked: Asked, *, to_another: bool) -> ConfigText:
-    """The whole config for this client's trainer. Another one, that of the project, may lack some of these keys, or
-    have other defaults: it gets what was given, without what the host carries out by itself."""
+    """The config.yaml for the trainer: the whole config for this client's trainer. The project's own trainer may not
+    have some of these keys, or have other defaults. It gets only the keys that were given, without those that the host
+    carries out."""
     from trainer.config.load import config_to_yaml, known_keys
 
     keys = frozenset(known_keys())
     if to_another:
         keys = frozenset((*DECIDED, *asked.given)) - {*supervised_keys(), *NOT_REQUESTED}
-    # values of --env stay out of it: the plan names them, the job's environment holds them
+    # values of --env are not in it: the plan has their names, and the job's environment the values
     config = replace(asked.config, target=replace(asked.config.target, env={}, env_file=None, ssh=None, after=[]))
     return ConfigText(config_to_yaml(config, keys), keys, given_alone=to_another)
 
 
 class Question(NamedTuple):
-    """What a person is asked before anything is sent."""
+    """A question to the user before anything is sent."""
 
     text: str
     hint: str
 
 
 def unusual_project(project: Path) -> Question | None:
-    """What to ask before reading a folder that hardly anybody means to send; None for a usual one."""
+    """The question before reading a folder that users rarely want to send; None for any other folder."""
     if project.resolve() in (expanded("~").resolve(), Path("/")):
         what = f"the project is the folder you are in, {project}: everything in it would be sent"
         return Question(what, "run it in the project's own folder, or pass --yes")
@@ -209,27 +210,27 @@ def unusual_project(project: Path) -> Question | None:
 
 
 def large_files(code: Scan) -> Question | None:
-    """What to ask before sending a tree that is surprisingly large; None for a usual one."""
+    """The question before sending a very large tree; None for any other tree."""
     named = [(path, f"{path} ({size / 1e6:,.0f} MB)", size) for path, size in code.largest]
     if big := [entry for entry in named if entry[2] > ASK_FILE_BYTES]:
-        text = f"the code tree holds files over {ASK_FILE_BYTES // 10**6} MB: "
+        text = f"the project has files over {ASK_FILE_BYTES // 10**6} MB: "
     elif code.total_bytes > ASK_TREE_BYTES:
-        big, text = named[:3], f"the code tree is {code.total_bytes / 1e6:,.0f} MB; its largest files: "
+        big, text = named[:3], f"the project is {code.total_bytes / 1e6:,.0f} MB; its largest files: "
     else:
         return None
     options = " ".join(f"--include {shlex.quote(path)}" for path, _, _ in big)
-    hint = f"{options} ships them once, by hash; lines in .deployignore leave them out; --yes sends the tree as it is"
+    hint = f"{options} sends them once for all jobs; lines in .deployignore leave them out; --yes sends all as it is"
     return Question(text + ", ".join(line for _, line, _ in big), hint)
 
 
 def python_spec(
     config: Config, command: Command | None, *, project: Path, files: Mapping[str, str], named: str | None = None
 ) -> PythonSpec:
-    """What the job's interpreter must have: the trainer's packages, or what the project's files ask for.
+    """The packages of the job's interpreter: the trainer's, or those that the project's files require.
 
-    files: those that travel, with their hashes; named: the file that --requirements names. A trainer's environment is
-    built with what the project's requirements.txt asks for too, but an interpreter need not have it to do, unless the
-    file is named.
+    `files`: those that are sent, with their hashes. `named`: the file that --requirements names. A trainer's
+    environment also gets the packages of the project's requirements.txt. An existing interpreter does not have to have
+    them, unless the file is named.
     """
     spec = PythonSpec()
     if named or any(
@@ -259,8 +260,8 @@ def _of_trainer(config: Config) -> tuple[str, ...]:
 
 
 def payload_of(config: Config, env_file: EnvFile | None = None) -> dict[str, Any]:
-    """Values of the job's environment and secrets, those of an env file unless one is given beside it. UsageError with
-    every secret that this shell has not."""
+    """Values of the job's environment and secrets; a value that is given wins over the env file. Raises UsageError if
+    this shell does not have a secret."""
     missing = [name for name in config.target.secrets if name not in os.environ]
     if missing:
         what = f"the secret {missing[0]} is" if len(missing) == 1 else f"the secrets {', '.join(missing)} are"
@@ -274,7 +275,7 @@ def payload_of(config: Config, env_file: EnvFile | None = None) -> dict[str, Any
     return {"env": dict(config.target.env), "secrets": secrets} if config.target.env or secrets else {}
 
 
-# --- what travels -----------------------------------------------------------------------------------------------------
+# --- what is sent -----------------------------------------------------------------------------------------------------
 
 
 def _hash_cache() -> Path:
@@ -282,7 +283,7 @@ def _hash_cache() -> Path:
 
 
 def _client_trainer() -> tuple[list[Entry], dict[str, str]]:
-    """The trainer that came with this client, below `lib/`."""
+    """This client's own trainer, below `lib/`."""
     scan = manifest.scan(CLIENT_ROOT / "trainer", prefix="lib/trainer/", hash_cache=None)
     train = CLIENT_ROOT / "train.py"
     digest, size = hash_file(os.fsencode(train))
@@ -292,7 +293,7 @@ def _client_trainer() -> tuple[list[Entry], dict[str, str]]:
 
 
 def _include_paths(paths: Sequence[str]) -> list[str]:
-    """The paths in their plain form, each once, without those below another one."""
+    """The plain form of each path, once, without paths below another one."""
     plain = list(dict.fromkeys(os.path.normpath(path) for path in paths))
     return [path for path in plain if not is_below(path, [other for other in plain if other != path])]
 
@@ -312,8 +313,8 @@ def _scan_include(project: Path, path: str, keep: Keep | None, by_user: Sequence
 
 
 def _check_program(command: Command, project: Path, *, code: Scan, includes: Sequence[str]) -> list[str]:
-    """UsageError for a program that cannot start on the host: that must show here, not there, minutes later. Warnings
-    of what will hardly run."""
+    """Raises UsageError for a program that cannot start on the host: the user should see that here, not there minutes
+    later. Returns warnings for what will hardly run."""
     if command.torchrun and command.argv[0] in ("torchrun", "accelerate"):
         what = f"--torchrun starts torchrun itself, so {command.argv[0]} cannot be the program"
         raise UsageError(what, hint=torchrun_hint(command.argv))
@@ -331,6 +332,6 @@ def _check_program(command: Command, project: Path, *, code: Scan, includes: Seq
     names = [entry.path.removeprefix("code/") for entry in code.entries if entry.path.endswith(".py")]
     near = difflib.get_close_matches(clean, names, n=1)
     raise UsageError(
-        f"{script} is not in the code tree: Torchferry sends the folder you are in",
+        f"{script} is not among the files that are sent: Torchferry sends the folder you are in",
         hint=f"did you mean {near[0]}?" if near else "run this command in the project's folder",
     )

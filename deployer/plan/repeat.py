@@ -1,4 +1,4 @@
-"""The plan of a job that is another one again: its own, with what the command line changes, under a new id."""
+"""The plan of a repeated job: the earlier plan with the changes of the command line, under a new ID."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Original(NamedTuple):
 
     job: Resumable
     whole: bool
-    """Its files are on the host, to begin from."""
+    """Whether all its files are on the host."""
 
 
 def read_original(host: Host, job_id: str) -> Original:
@@ -41,7 +41,7 @@ def plan_again(
     env_file: EnvFile | None = None,
     tell: Callable[[str], None] = lambda note: None,
 ) -> tuple[Plan, dict[str, Any]]:
-    """The plan of a new job that is this one again, and the values that travel beside it; see `plan_next`."""
+    """The plan of a new job that repeats this one, and the values that are sent beside it; see `plan_next`."""
     plan, payload = plan_next(job, options, known=known, env_file=env_file, tell=tell)
     job_id = new_job_id(plan.name)
     created = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,4 +1,4 @@
-"""What a setup command names of what travels: when that changes, the setup runs anew."""
+"""The files that a setup command depends on: if one of them changes, the setup runs again."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ READS: Mapping[str, tuple[str, ...]] = {
     "poetry": ("pyproject.toml", "poetry.lock"),
     "pdm": ("pyproject.toml", "pdm.lock"),
 }
-"""What programs read without being told its name."""
+"""Files that programs read without an argument."""
 _OF_BUILD = re.compile(
     r"(?:^|/)(?:pyproject\.toml|setup\.py|setup\.cfg|CMakeLists\.txt|[^/]+\.(?:c|cc|cpp|cu|cuh|h|hpp|pyx|rs))\Z"
 )
-"""What counts of a folder that is installed with `-e`: its Python files are used where they are."""
+"""Files of a folder installed with `-e` that matter; its Python files are used in place."""
 _SEPARATORS = frozenset(("", ";", "&", "&&", "|", "||", "(", "{", "!", "then", "do", "else", "\n"))
 
 
 def make_setup(command: str, timeout_s: float, files: Mapping[str, str]) -> Setup:
-    """`files`: what travels, each path with the hash of its content."""
+    """`files`: path -> content hash, of the files that are sent."""
     named = {path: files[path] for path in named_paths(command, files)}
     return Setup(
         command, blake2b(json.dumps([command, named], sort_keys=True).encode(), digest_size=20).hexdigest(), timeout_s
@@ -36,7 +36,7 @@ def make_setup(command: str, timeout_s: float, files: Mapping[str, str]) -> Setu
 
 
 def named_paths(command: str, files: Mapping[str, str]) -> list[str]:
-    """Of these files those that a word of the command names, or that lie in a folder that one names."""
+    """The files that a word of the command names, or that are in a folder that a word names."""
     found: set[str] = set()
     names = [posixpath.normpath(name) for name in _names(command)]
     patterns = [name.split("/") for name in names if re.search(r"[*?\[]", name)]
@@ -56,12 +56,12 @@ def named_paths(command: str, files: Mapping[str, str]) -> list[str]:
 
 
 def _matches(parts: list[str], pattern: list[str]) -> bool:
-    """Whether a shell's pattern means this path or a folder above it."""
+    """Whether a shell pattern matches this path or a folder above it."""
     return len(parts) >= len(pattern) and all(map(fnmatchcase, parts, pattern))
 
 
 def _names(command: str) -> Iterator[str]:
-    """The words that may be paths: also what follows `=`, `@` or the letter of an option."""
+    """The words that may be paths, also after `=`, `@` or the letter of an option."""
     before = ""
     for word in _words(command):
         if word in READS and (before in _SEPARATORS or "=" in before):
@@ -82,7 +82,7 @@ def _editable(command: str) -> Iterator[str]:
 
 
 def _words(command: str) -> list[str]:
-    """As a shell splits it, and the pieces between a shell's other signs: `$(cat x)` names x."""
+    """The command as a shell splits it, and the pieces between other shell characters: `$(cat x)` names x."""
     try:
         lexer = shlex.shlex(command.replace("\n", " ; "), posix=True, punctuation_chars=True)
         lexer.whitespace_split = True

@@ -1,6 +1,7 @@
-"""What git knows about a folder: its tracked files, its ignore settings, its commit and dirty patch.
+"""Reads from git a folder's tracked files, ignore settings, commit and uncommitted changes.
 
-Every question is one process; callers start them together. A folder without git, or a machine without it, is no error.
+Every question is one process; callers start them together. A folder without a repository, or a machine without git, is
+no error.
 """
 # names are bytes here, as for git, and pathlib takes none:
 # ruff: noqa: PTH111, PTH118
@@ -15,17 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_PATCH = 1 << 20
-"""Bytes of the dirty patch that are kept."""
+"""Maximum bytes of the patch of uncommitted changes."""
 MAX_EXCLUDED = 1000
-"""Tracked files that are ignored, beyond which no patch is made: each is an argument of git."""
+"""With more ignored tracked files than this, no patch is made: each is an argument of git."""
 
-# a hook's or a caller's own repository must not answer for this one
+# another repository in the caller's environment (a hook's) must not answer for this one
 _FOREIGN = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
 
 
 @dataclass(frozen=True)
 class Repo:
-    """A working tree's settings, paths relative to `folder` where they are lists."""
+    """A working tree's settings; paths in lists are relative to `folder`."""
 
     top: bytes  # absolute path of the working tree's root
     tracked: frozenset[bytes]  # files below the folder that are in the index
@@ -42,9 +43,9 @@ def find_top(folder: Path) -> Path | None:
 
 
 def read_repo(folder: Path) -> Repo | None:
-    """Index and ignore settings for a folder inside a working tree; None outside of one, and for a folder that it
-    ignores as a whole (an environment's site-packages): whoever names that wants its files. Without a usable git, the
-    working tree's own files are all that is known and `warning` says so."""
+    """Index and ignore settings of a folder in a working tree. None outside of one, and for a folder that it ignores as
+    a whole (an environment's site-packages): a user who names it wants its files. Without a usable git, only the
+    working tree's own files are known, and `warning` gives the reason."""
     top = find_top(folder)
     if top is None:
         return None
@@ -87,7 +88,7 @@ def _parse_setting(item: bytes) -> tuple[bytes, bytes]:
 
 
 def _is_true(value: bytes) -> bool:
-    """As git reads a yes or no of its settings."""
+    """A boolean value, as git reads its settings."""
     number = re.fullmatch(rb"\s*[+-]?(0x)?0*([0-9a-f]*)[kmg]?", value.lower())
     return bool(number and number[2]) or value.lower() in (b"true", b"yes", b"on")
 
@@ -101,11 +102,11 @@ def _global_excludes(config: dict[bytes, bytes]) -> bytes:
 
 
 def git_state(project: Path, *, apart: Sequence[str] = ()) -> dict[str, object] | None:
-    """{commit, branch, dirty, patch} of the project's repository; None without one, or without git.
+    """{commit, branch, dirty, patch} of the project's repository; None without a repository or without git.
 
     commit: 40 or 64 hex digits, "" before the first commit. branch: "" when detached. dirty: tracked changes, or
     untracked files that no rule ignores. patch: `git diff HEAD` of the project's folder without ignored files and
-    `.env*` and the paths `apart`, at most MAX_PATCH bytes and then a last line that says it was cut.
+    `.env*` and the paths `apart`, at most MAX_PATCH bytes; if it was truncated, a last line says so.
     """
     if find_top(project) is None:
         return None

@@ -1,8 +1,8 @@
-"""git's ignore rules, exactly: patterns to regular expressions, and which rule decides about a path.
+"""Implements git's ignore rules exactly: patterns as regular expressions, and which rule decides about a path.
 
-A translation of git's wildmatch.c and dir.c, byte for byte, for two reasons: pruning while walking needs "does this
-very path match", where libraries answer "does this path or a parent of it match", and the report names the rule and its
-file. The tests compare it with `git check-ignore`.
+A translation of git's wildmatch.c and dir.c, byte for byte, for two reasons. Leaving out whole folders during the walk
+needs "does this very path match", and libraries answer "does this path or a parent match". And the report names the
+rule and its file. The tests compare it with `git check-ignore`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Rule:
 
 
 class RuleFile:
-    """The rules of one ignore file's text, for paths relative to the walk's root: `prefix` is put in front of the path
-    (an ignore file above the root), or the first `skip` bytes are cut (one below). `source` names the file in reports.
-    `ignore_case`: git's core.ignoreCase, under which a path is matched in lower case (of ASCII, as git does)."""
+    """The rules of one ignore file, for paths relative to the walk's root. `prefix`: put before the path, for an ignore
+    file above the root. `skip`: bytes to remove from the path, for one below it. `source`: the file's name in reports.
+    `ignore_case`: git's core.ignoreCase, which matches the path in lower case (ASCII only, as git does)."""
 
     def __init__(
         self, text: bytes, source: str, *, prefix: bytes = b"", skip: int = 0, ignore_case: bool = False
@@ -54,12 +54,12 @@ class RuleFile:
         self._prefix = prefix
         self._skip = skip
         self._fold = ignore_case
-        # most paths match nothing: two alternations answer that without trying every rule
+        # most paths match nothing: two alternations find that out without trying every rule
         self._any_name = _alternation(r.regex for r, _ in self.rules if r.by_name)
         self._any_path = _alternation(r.regex for r, _ in self.rules if not r.by_name)
 
     def decide(self, path: bytes, is_dir: bool) -> Rule | None:
-        """The last rule that matches this very path (its parents are not considered), or None."""
+        """The last rule that matches this very path, without its parents; None if no rule does."""
         name = path[path.rfind(b"/") + 1 :]
         local = self._prefix + path[self._skip :]
         if self._fold:
@@ -75,7 +75,7 @@ class RuleFile:
 
 
 def decide(files: Sequence[RuleFile], path: bytes, is_dir: bool) -> Rule | None:
-    """The rule that decides about a path: of the last file (the strongest) that has a match."""
+    """The rule that decides about a path: from the last (strongest) file that has a match."""
     for file in reversed(files):
         rule = file.decide(path, is_dir)
         if rule is not None:
@@ -84,7 +84,7 @@ def decide(files: Sequence[RuleFile], path: bytes, is_dir: bool) -> Rule | None:
 
 
 def parse_rules(text: bytes, source: str, *, fold: bool = False) -> list[Rule]:
-    """The rules of an ignore file's text, for paths in lower case with `fold`; `source` names the file in reports."""
+    """The rules of an ignore file's text; `fold`: for paths in lower case; `source`: the file's name in reports."""
     if text.startswith(b"\xef\xbb\xbf"):
         text = text[3:]
     rules = (_parse_line(line, f"{source}:{number}", fold=fold) for number, line in enumerate(text.split(b"\n"), 1))
@@ -113,8 +113,8 @@ def _trim_spaces(line: bytes) -> bytes:
 
 
 def translate(pattern: bytes, *, by_name: bool, fold: bool = False) -> bytes | None:
-    """The regular expression (for fullmatch) of a pattern without `!` and closing `/`; None when nothing matches it.
-    `fold`: for a path in lower case. As in git, a letter behind a backslash or alone in a class is not folded."""
+    """The regular expression (for fullmatch) of a pattern without `!` and a final `/`; None if nothing can match it.
+    `fold`: for a path in lower case. As in git, a letter after a backslash or alone in a class is not folded."""
     if not by_name and pattern.startswith(b"/"):
         pattern = pattern[1:]
     special = _SPECIAL.search(pattern)
@@ -124,7 +124,7 @@ def translate(pattern: bytes, *, by_name: bool, fold: bool = False) -> bytes | N
     while i < len(pattern):
         char = pattern[i : i + 1]
         if char == b"*":
-            # git matches the literal beginning first, so `**` just after it counts as the beginning of a pattern
+            # git matches the literal beginning first, so `**` directly after it counts as the beginning of a pattern
             part, i = _translate_stars(pattern, i, at_start=i == literal or pattern[i - 1 : i] == b"/", by_name=by_name)
         elif char == b"?":
             part, i = (b"." if by_name else b"[^/]"), i + 1
@@ -157,7 +157,7 @@ def _translate_stars(pattern: bytes, start: int, *, at_start: bool, by_name: boo
 
 
 def _translate_bracket(pattern: bytes, start: int, *, by_name: bool, fold: bool) -> tuple[bytes, int]:
-    """The class that begins after `[`, and where the pattern goes on; _NEVER for a class that does not end."""
+    """The class that begins after `[`, and where the pattern continues; _NEVER for a class without an end."""
     i = start
     negated = pattern[i : i + 1] in (b"!", b"^")
     i += negated

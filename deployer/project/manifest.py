@@ -1,4 +1,5 @@
-"""What travels: the files of a project after git's ignore rules, each by hash, and what was left out and why."""
+"""The files that a launch sends: a project's files after git's ignore rules, each with its hash, and what was left out
+and why."""
 # names are bytes here, as for git, and pathlib takes none:
 # ruff: noqa: PTH115, PTH117, PTH118, PTH120
 
@@ -25,12 +26,13 @@ from deployer.project.walk import JUNK, Found, Ignored, Keep, Notes, Reason, Wal
 __all__ = ["JUNK", "HashCache", "Ignored", "Reason", "Scan", "Shipment", "hash_file", "scan", "scan_include"]
 
 ALWAYS_HASH_BYTES = 200 * 10**6
-"""Trees up to this size are hashed whole every time; beyond, unchanged files are known by their stat."""
+"""Trees up to this size are hashed completely each time; in larger trees, files with an unchanged stat keep their
+hash."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """A tree, ready to be named (`tree.root_hash(entries)`) and sent."""
+    """A tree that can be named (`tree.root_hash(entries)`) and sent."""
 
     entries: tuple[Entry, ...]  # sorted by path; paths carry the prefix
     sources: dict[str, str]  # content hash -> absolute path of a file with that content
@@ -40,7 +42,7 @@ class Scan:
     warnings: tuple[str, ...]
 
     def why_ignored(self, path: str) -> Reason | None:
-        """The rule that left out a path (relative to the project) or one of the folders above it; None if none did."""
+        """The rule that left out a path (relative to the project) or a folder above it; None if there is none."""
         parts = path.split("/")
         prefixes = ("/".join(parts[: n + 1]) for n in range(len(parts)))
         return next((self.ignored.paths[p] for p in prefixes if p in self.ignored.paths), None)
@@ -48,7 +50,7 @@ class Scan:
 
 @dataclass(frozen=True)
 class Shipment:
-    """The trees that a plan names, and where the content of their files is found on this machine."""
+    """The trees that a plan names, and the path on this machine of each file's content."""
 
     trees: Mapping[str, tuple[Entry, ...]]
     sources: Mapping[str, str]
@@ -62,12 +64,12 @@ def scan(
     hash_cache: Path | None,
     included: Collection[str] = (),
 ) -> Scan:
-    """The project's tree, without the paths that travel as separate trees (`included`). `hash_cache` is a folder of
+    """The project's tree, without the paths that are sent as separate trees (`included`). `hash_cache`: a folder of
     this machine for trees beyond ALWAYS_HASH_BYTES (None: no cache).
 
-    UsageError for a project that is no folder, and for a file or folder that cannot be read. Files that vanish
-    meanwhile are left out; a file that changes while it is read has the hash of what was read, and the store checks
-    what it is sent against that.
+    Raises UsageError if the project is not a folder, or a file or folder cannot be read. Files that disappear during
+    the scan are left out. If a file changes while it is read, its hash is that of the bytes that were read; the store
+    checks the sent bytes against it.
     """
     project = project.resolve()
     if not project.is_dir():
@@ -82,7 +84,7 @@ def scan_include(path: Path, *, hash_cache: Path | None, keep: Keep | None = Non
     """The tree of a file or folder given by `--include`: no ignore rules (`.git` stays behind), hashes by stat.
 
     A file becomes a tree of one entry with its name. A link that leads out of the folder (as in Hugging Face's cache)
-    is followed; one inside stays a link. `keep` chooses of a folder.
+    is followed; one inside stays a link. `keep`: which entries of a folder to include.
     """
     root = Path(os.path.realpath(path))
     if not root.exists():
@@ -157,18 +159,18 @@ def _leads_out(path: str, target: str) -> bool:
     return os.path.isabs(target) or joined == ".." or joined.startswith("../")
 
 
-# --- what is here in part only ----------------------------------------------------------------------------------------
+# --- incomplete files -------------------------------------------------------------------------------------------------
 
 POINTERS = {"git lfs pull": b"version https://git-lfs.github.com/spec/v1\n", "git annex get": b"/annex/objects/"}
-"""How a small file begins that stands for another one, by the command that brings that."""
+"""How a small file begins that stands for another one, by the command that fetches the other one."""
 MOST_POINTER_BYTES = 1024
 
 
 def _incomplete(
     found: Sequence[Found], notes: Notes, *, here: set[bytes], apart: Sequence[bytes], root: bytes
 ) -> Iterator[str]:
-    """A line for each kind of thing that travels, or does not, as it is here, which is hardly what a job needs. `here`:
-    all paths that travel, in this tree or apart."""
+    """A warning for each kind of file that is probably incomplete on this machine for the job. `here`: all paths that
+    are sent, in this tree or another one."""
     for command, pointers in notes.pointers.items():
         yield f"{_named(pointers)} only points to the content, which is not here: {command}"
     if notes.empty_submodules:
@@ -192,7 +194,7 @@ def _folders_above(path: bytes) -> Iterator[bytes]:
 
 
 def _arrives(link: Found, there: set[bytes], apart: Sequence[bytes], root: bytes) -> bool:
-    """Whether what a link leads to travels too. One that leads out has been told already."""
+    """Whether a link's target is sent too. True for a link out of the project, which is reported elsewhere."""
     target = os.readlink(link.absolute)
     if _leads_out(os.fsdecode(link.path), os.fsdecode(target)):
         return True
@@ -211,16 +213,17 @@ _VERSION = 1
 MAX_BYTES = 256 << 20
 _DIGEST = re.compile(r"[0-9a-f]+")
 _STILL_NS = 2 * 10**9
-"""A file must have been unchanged for this long when it was hashed: coarser clocks may hide a later change."""
+"""A file must be unchanged for this long before its hash is stored: a coarse clock may hide a later change."""
 
 
 def hash_file(path: bytes) -> tuple[str, int]:
-    """(content hash as in `store/tree`, bytes that were hashed), in one reading. OSError when it cannot be read."""
+    """(content hash as in `store/tree`, number of bytes), from one reading. Raises OSError if the file cannot be
+    read."""
     return _read_file(path)[:2]
 
 
 def _read_file(path: bytes) -> tuple[str, int, bytes]:
-    """Reads the file. Also returns its first bytes."""
+    """`hash_file`, and the file's first bytes."""
     digest, size, start = hashlib.blake2b(digest_size=20), 0, b""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
@@ -234,7 +237,7 @@ def _read_file(path: bytes) -> tuple[str, int, bytes]:
 
 
 class HashCache:
-    """Hashes of one tree's files as of the last time, in a file of `folder` that is named by the tree's root."""
+    """The hashes of one tree's files at the last scan, in a file of `folder` that is named by the tree's root."""
 
     def __init__(self, folder: Path, root: Path, *, now_ns: int | None = None) -> None:
         self._file = folder / (hashlib.blake2b(os.fsencode(root), digest_size=12).hexdigest() + ".json")
@@ -250,7 +253,7 @@ class HashCache:
         return kept.files if kept.version == _VERSION else {}
 
     def get(self, path: bytes, status: os.stat_result) -> tuple[str, int] | None:
-        """(hash, bytes) of a file that is as it was, else None."""
+        """(hash, bytes) of an unchanged file, else None."""
         known = self._old.get(os.fsdecode(path))
         if not isinstance(known, list) or known[:4] != _key(status):  # looked at now: there may be very many
             return None
@@ -258,13 +261,13 @@ class HashCache:
         return (digest, status.st_size) if isinstance(digest, str) and _DIGEST.fullmatch(digest) else None
 
     def put(self, path: bytes, status: os.stat_result, digest: str, size: int) -> None:
-        """Remembers a hash unless the file changed just now or while it was read; `status` is from before that."""
+        """Stores a hash unless the file changed recently or while it was read; `status` is from before that."""
         still = max(status.st_mtime_ns, status.st_ctime_ns) < self._now_ns - _STILL_NS
         if still and size == status.st_size:
             self._new[os.fsdecode(path)] = [*_key(status), digest]
 
     def save(self) -> None:
-        """Writes what this scan saw; a cache that cannot be written costs time only."""
+        """Writes the hashes of this scan. A cache that cannot be written only costs time."""
         if self._new == self._old:
             return
         with contextlib.suppress(OSError):
@@ -272,11 +275,11 @@ class HashCache:
 
 
 class _Kept(NamedTuple):
-    """The file of a cache."""
+    """The content of a cache file."""
 
     version: int
     files: dict[str, Any]
-    """Path -> what changes with the file, and its hash."""
+    """Path -> [stat values that change with the file, ..., its hash]."""
 
 
 def _key(status: os.stat_result) -> list[int]:

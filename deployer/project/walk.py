@@ -1,8 +1,8 @@
-"""Walks over a project by git's ignore rules, and over an included folder without any.
+"""Walks over a project with git's ignore rules, and over an included folder without any.
 
-The rules, strongest first: `.deployignore` files (deepest first), files that git tracks (always shipped), `.gitignore`
+The rules, strongest first: `.deployignore` files (deepest first), files that git tracks (always sent), `.gitignore`
 files (deepest first), `.git/info/exclude`, the user's global excludes, and JUNK. As in git, a file below an ignored
-folder cannot be re-included alone. `.git` stays behind; submodules and other repositories inside go by their own rules.
+folder cannot be re-included alone. `.git` is never sent. Submodules and other repositories inside have their own rules.
 """
 # names are bytes here, as for git, and pathlib takes none:
 # ruff: noqa: PTH110, PTH112, PTH113, PTH116, PTH118, PTH123
@@ -27,15 +27,15 @@ JUNK = (
     *("/results/", "/runs/", ".torchferry/"),
     *SECRETS,
 )
-"""Left out without any ignore file, and re-included by any `!rule`; also every folder that holds a `pyvenv.cfg`."""
+"""Left out without any ignore file, unless a `!rule` re-includes it; also every folder that contains a `pyvenv.cfg`."""
 _INSIDE = RuleFile("\n".join(rule for rule in JUNK if not rule.startswith("/")).encode(), "built in")
 _SECRET_NAMES = frozenset(rule.rstrip("/") for rule in SECRETS)
 _COUNT_LIMIT = 2000
-"""Files that are counted in ignored folders, for the report only, before it says "2,000+"."""
+"""How many files in ignored folders are counted for the report; beyond this it shows "2,000+"."""
 
 
 class Reason(NamedTuple):
-    """Why something was left out: the rule as written, and where it stands (`.gitignore:3`)."""
+    """Why something was left out: the rule as written, and its place (`.gitignore:3`)."""
 
     pattern: str
     source: str
@@ -43,7 +43,7 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Ignored:
-    """What the rules left out. `at_least`: there are more files than were counted."""
+    """What the rules left out. `at_least`: there are more files than the counted ones."""
 
     count: int
     size_bytes: int
@@ -60,7 +60,7 @@ class Found(NamedTuple):
 
 @dataclass
 class Notes:
-    """What a walk meets besides the files that it finds."""
+    """What a walk finds in addition to the files."""
 
     count: int = 0
     size_bytes: int = 0
@@ -90,7 +90,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class _Rules:
-    """The ignore files in force in a folder, weakest first, and what git tracks in its repository."""
+    """The ignore files that apply in a folder, weakest first, and the files that git tracks in its repository."""
 
     deploy: tuple[RuleFile, ...]
     git: tuple[RuleFile, ...]
@@ -101,7 +101,7 @@ class _Rules:
     ignore_case: bool = False
 
     def keep(self, path: bytes, *, is_dir: bool) -> bool:
-        """Whether a file is tracked, or anything below a folder."""
+        """Whether git tracks the file, or anything below the folder."""
         return (path.lower() if self.ignore_case else path) in (self.above if is_dir else self.tracked)
 
     def is_submodule(self, path: bytes) -> bool:
@@ -109,7 +109,7 @@ class _Rules:
 
 
 class Walk:
-    """A walk over a project by its ignore rules."""
+    """A walk over a project with its ignore rules."""
 
     def __init__(self, root: bytes, extra_ignore: str, notes: Notes) -> None:
         self.root = root
@@ -124,7 +124,8 @@ class Walk:
         yield from self._folder(b"", self._enter_repo(b"", repo, empty) if repo else empty)
 
     def _enter_repo(self, path: bytes, repo: Repo, outer: _Rules) -> _Rules:
-        """The rules at the root of the walk's repository, or of one inside: the outer .gitignore files end here."""
+        """The rules at the root of the walk's repository or of one inside. The outer .gitignore files do not apply
+        there."""
         if repo.warning:
             self.notes.warnings.append(repo.warning)
         skip, below = len(path) + bool(path), os.path.relpath(os.path.join(self.root, path), repo.top)
@@ -187,7 +188,8 @@ class Walk:
             yield from _found(entry, path, self.notes)
 
     def _judge(self, path: bytes, is_dir: bool, rules: _Rules) -> tuple[Reason, bool] | None:
-        """Why a path is left out, and whether tracked files below it travel all the same; None when it travels."""
+        """Why a path is left out, and whether tracked files below it are sent nevertheless; None if the path is
+        sent."""
         if rules.deploy and (rule := decide(rules.deploy, path, is_dir)):
             return None if rule.negated else (Reason(rule.pattern, rule.source), False)
         if rules.is_submodule(path) or (not is_dir and rules.keep(path, is_dir=False)):
@@ -277,17 +279,18 @@ def _kind(mode: int) -> str:
 
 
 def is_junk(path: bytes, *, is_dir: bool) -> bool:
-    """Whether a path below any folder is of what is left out without being asked."""
+    """Whether a path below any folder is always left out."""
     return decide([_INSIDE], path, is_dir) is not None
 
 
 def is_secret(path: str) -> bool:
-    """Whether a path, or a folder above it, is called as what should not leave by accident."""
+    """Whether a path, or a folder above it, has the name of a secret."""
     return not _SECRET_NAMES.isdisjoint(path.split("/"))
 
 
 Keep = Callable[[bytes, bytes, bool], bool]
-"""Whether an entry of an included folder is taken: (its path there, where that really is, whether it is a folder)."""
+"""Whether an entry of an included folder is sent: called with its path there, its real path, and whether it is a
+folder."""
 
 
 def walk_included(

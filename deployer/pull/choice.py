@@ -1,4 +1,4 @@
-"""Which of a job's files come home: pure, from the host's list and what the user asked for."""
+"""Chooses which of a job's files a pull copies: pure functions of the host's list and the user's request."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ RESULT_PARTS = (
     "tensorboard",
     "profile",
 )
-"""Token files and locks stay: of use on the host only, and as large as the data."""
+"""Token files and locks stay on the host: they are of use only there, and token files are as large as the data."""
 WHOLE_PARTS = ("export", "profile")
-"""Of these comes everything or nothing, as the limit allows."""
+"""Each of these is copied as a whole or, beyond the limit, not at all."""
 CHECKPOINT_PARTS = ("checkpoints",)
 BEYOND_LIMIT = "beyond the limit"
 GONE = "it was removed on the host"
@@ -38,53 +38,51 @@ LINK = "a link; links are not followed"
 DAMAGED = "damaged"
 
 _STAYS = f"/{TIMES_FILE}"
-"""An index for `logs --since`: of use on the host only, and thinned now and then, so that no top-up would do."""
+"""An index for `logs --since`: of use only on the host, and thinned out now and then, so it does not only grow."""
 _STEP = re.compile(r"\D*(\d{1,18})\Z")
 
 
 @dataclass(frozen=True)
 class PullRequest:
-    """What of a job's files is wanted, and how."""
-
     checkpoints: str | None = None
     """`all`, `latest`, a step or a folder's name; None for none."""
     max_bytes: int | None = None
-    """The export, traces and checkpoints that would exceed it stay on the host."""
+    """Maximum bytes: exports, traces and checkpoints beyond this stay on the host."""
     may_lack: bool = False
-    """The named checkpoint may come later."""
+    """It is no error if the named checkpoint does not exist yet."""
     streams: int | None = None
-    """Connections at most; None: as many as pay."""
+    """Maximum number of connections; None: decided by the bytes to copy."""
     paths: tuple[str, ...] = ()
-    """These alone, in the job's folder or its code."""
+    """Copy only these paths, in the job's folder or its code."""
     stays: bool = False
-    """Hear what else the job has written."""
+    """Also list the other files that the job has written."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names in the job's folder that the host is asked for."""
+        """Names in the job's folder that the client requests."""
         results = () if self.paths else RESULT_PARTS
         return results + (CHECKPOINT_PARTS if self.checkpoints else ())
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A file, an export or a checkpoint that did not come home."""
+    """A file, an export or a checkpoint that was not copied."""
 
     name: str
     files: int
     size_bytes: int
     reason: str
     wanted: bool = True
-    """It was asked for; otherwise it is of use on the host, or more than was asked for."""
+    """Whether it was requested; otherwise it is of use only on the host, or more than was requested."""
 
 
 def choose(
     files: Sequence[RemoteFile], request: PullRequest, *, outputs: Sequence[str] = (), folds_case: bool = False
 ) -> tuple[list[RemoteFile], list[LeftOut]]:
-    """The files to bring, and what stays on the host and why. UsageError for a checkpoint that is not there.
+    """The files to copy, and which stay on the host and why. Raises UsageError if a named checkpoint does not exist.
 
-    Small files always come; then what was asked for by its path (`outputs` are the plan's), the export, the traces, and
-    checkpoints from the newest on, each whole, while the limit holds.
+    Small files always come first. Within the limit follow the files that were requested by path (`outputs`: those of
+    the plan), the export, the traces, and whole checkpoints from the newest on.
     """
     units: dict[str, list[RemoteFile]] = {"": []}
     kept, left_out = _without_twins(files) if folds_case else (list(files), [])
@@ -117,7 +115,8 @@ def choose(
 
 
 def name_of(path: str, paths: Sequence[str], outputs: Sequence[str] = ()) -> str | None:
-    """What was asked for that brings this path: one of `paths`, of the job's folder or its code, or of its outputs."""
+    """The requested name that includes this path: one of `paths`, in the job's folder or its code, or one of its
+    outputs."""
     tops = [*((top, name) for name in paths for top in (name, CODE + name)), *((CODE + name, name) for name in outputs)]
     return next((name for top, name in tops if covers(top, path)), None)
 
@@ -130,7 +129,7 @@ class _Room:
     used: int
 
     def takes(self, size: int) -> bool:
-        """Whether so much comes too; then it counts."""
+        """Reserves `size` bytes if they fit. Returns whether they do."""
         fits = self.most is None or self.used + size <= self.most
         self.used += size if fits else 0
         return fits
@@ -154,7 +153,7 @@ def _is_index(file: RemoteFile) -> bool:
 
 
 def _checkpoints(units: Mapping[str, Sequence[RemoteFile]], request: PullRequest, *, asked: Sequence[str]) -> list[str]:
-    """The wanted ones of the complete checkpoints, the newest first."""
+    """The requested complete checkpoints, the newest first."""
     complete = [name for name, files in units.items() if name not in WHOLE_PARTS and any(map(_is_marker, files))]
     there = sorted(complete, key=_age, reverse=True)
     if request.checkpoints is None:
@@ -180,7 +179,7 @@ def _age(unit: str) -> tuple[int, str]:
 
 
 def _without_twins(files: Sequence[RemoteFile]) -> tuple[list[RemoteFile], list[LeftOut]]:
-    """Without files whose names are one on a disk that takes `A` for `a`."""
+    """The files without those whose names differ only in case or Unicode form, for a disk that ignores case."""
     first: dict[str, RemoteFile] = {}
     for file in files:
         first.setdefault(unicodedata.normalize("NFD", file.path).casefold(), file)

@@ -1,6 +1,7 @@
-"""Where pulled files land: they gather in a hidden folder of the target and appear by a rename, whole and verified.
+"""The target folder of a pull. Files are written into a hidden folder below it and renamed into place, whole and
+verified.
 
-A host names the files, so no link below the target is followed: every folder on the way is opened by its parent.
+A host chooses the file names, so no link below the target is followed: every folder is opened through its parent.
 """
 
 from __future__ import annotations
@@ -20,22 +21,21 @@ from deployer.errors import ThisMachine
 
 GATHERING = ".pulling"
 SAME_TIME_NS = 1_000_000
-"""Two times this near are one: not every file system keeps nanoseconds."""
+"""Times that differ by less than this count as equal: not every file system stores nanoseconds."""
 COPY_BYTES = 1 << 20
 HEADROOM_BYTES = 16 << 20
-"""Of the disk, left for journals and the file system's own blocks."""
+"""Free space that is left for journals and the file system's own blocks."""
 
 
 class CannotWrite(ThisMachine):
-    """A file or folder cannot be written on this machine."""
-
     def __init__(self, message: str, *, reason: str, hint: str) -> None:
         super().__init__(f"{message}: {reason}", hint=hint)
         self.reason = reason
 
 
 class Landing:
-    """The target folder of one pull; use it as a context. A second pull into the same folder is refused meanwhile."""
+    """The target folder of one pull; use it as a context. Refuses a second pull into the same folder at the same
+    time."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -74,10 +74,10 @@ class Landing:
                 f"another pull is bringing files to {self.target}", hint="wait for it, or name another folder with --to"
             ) from None
 
-    # --- what is there ------------------------------------------------------------------------------------------------
+    # --- existing files -----------------------------------------------------------------------------------------------
 
     def find(self, path: str) -> os.stat_result | None:
-        """The regular file of that path; None when there is none, or only behind a link."""
+        """The regular file at this path; None if there is none, or only behind a link."""
         try:
             with self._folder_of(path, make=False) as (folder, name):
                 info = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -86,12 +86,12 @@ class Landing:
         return info if stat.S_ISREG(info.st_mode) else None
 
     def has(self, path: str, *, size: int, mtime_ns: int) -> bool:
-        """Whether the file is here with this size and time."""
+        """Whether a regular file at this path has this size and time."""
         info = self.find(path)
         return info is not None and info.st_size == size and abs(info.st_mtime_ns - mtime_ns) <= SAME_TIME_NS
 
     def digest(self, path: str, start: int, length: int) -> str:
-        """The hash of a part of a file that is there."""
+        """The hash of a part of an existing file."""
         with self._folder_of(path, make=False) as (folder, name):
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
         try:
@@ -100,12 +100,12 @@ class Landing:
             os.close(fd)
 
     def free_bytes(self) -> int:
-        """What the disk of the target still takes."""
+        """Free bytes on the target's disk."""
         info = os.fstatvfs(self._top)
         return info.f_bavail * info.f_frsize
 
     def has_room(self) -> bool:
-        """Whether the disk takes anything more."""
+        """Whether the disk has more than HEADROOM_BYTES free."""
         return self.free_bytes() >= HEADROOM_BYTES
 
     def folds_case(self) -> bool:
@@ -116,10 +116,10 @@ class Landing:
             return False
         return True
 
-    # --- bringing files in --------------------------------------------------------------------------------------------
+    # --- writing files ------------------------------------------------------------------------------------------------
 
     def open_part(self, name: str) -> int:
-        """A descriptor of the file in which bytes gather, as it was left or new; also of its journal."""
+        """A descriptor of a partial file or its journal, which may exist from an earlier pull."""
         return os.open(name, _CREATE, 0o600, dir_fd=self._gathering)
 
     def drop_part(self, name: str) -> None:
@@ -129,22 +129,22 @@ class Landing:
             pass
 
     def part_size(self, name: str) -> int:
-        """Bytes of a part or a journal; 0 without one."""
+        """Size of a partial file or a journal; 0 without one."""
         try:
             return os.stat(name, dir_fd=self._gathering, follow_symlinks=False).st_size
         except OSError:
             return 0
 
     def settle(self, part: str, path: str, *, mtime_ns: int) -> None:
-        """Gives a complete part its name."""
+        """Renames a complete partial file into place."""
         with self._explained(path), self._folder_of(path, make=True) as (folder, name):
             os.utime(part, ns=(mtime_ns, mtime_ns), dir_fd=self._gathering, follow_symlinks=False)
             os.rename(part, name, src_dir_fd=self._gathering, dst_dir_fd=folder)
 
     def append(self, part: str, path: str, *, start: int, mtime_ns: int) -> None:
-        """Puts a part behind the first `start` bytes of a file that is there.
+        """Writes a partial file after the first `start` bytes of an existing file.
 
-        Broken off half way it leaves a longer beginning, which is topped up the next time.
+        If it is interrupted, the file is longer than before, and the next pull continues it.
         """
         with self._explained(path), self._folder_of(path, make=False) as (folder, name):
             fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
@@ -155,7 +155,7 @@ class Landing:
         self.drop_part(part)
 
     def settle_folder(self, path: str, names: Sequence[str]) -> None:
-        """Moves a folder that has gathered, with just these files in it, to its place; an older one there goes."""
+        """Renames a complete folder, with only these files in it, into place; removes an older one there."""
         staged = self.target / GATHERING / path
         for found in staged.rglob("*"):
             if not found.is_dir() and str(found.relative_to(staged)) not in names:
@@ -174,7 +174,7 @@ class Landing:
         self.drop_folder(_REPLACED)
 
     def drop_folder(self, path: str) -> None:
-        """Drops what is known of a folder."""
+        """Removes what was copied of a folder."""
         staged = self.target / GATHERING / path
         if staged.is_symlink():
             staged.unlink()
@@ -182,7 +182,7 @@ class Landing:
             shutil.rmtree(staged)
 
     def clear(self) -> None:
-        """Nothing is under way any more."""
+        """Removes the hidden folder."""
         shutil.rmtree(self.target / GATHERING, ignore_errors=True)
 
     @contextmanager
@@ -202,12 +202,11 @@ class Landing:
             raise self.cannot_write(path, error) from None
 
     def cannot_write(self, path: str, error: OSError) -> CannotWrite:
-        """The error for a file that cannot be written here."""
         what = f"cannot write {self.target / path}"
         return CannotWrite(what, reason=self.why_not(error, path), hint="--to names another folder")
 
     def why_not(self, error: OSError | CannotWrite, path: str = "it") -> str:
-        """Why something cannot be written here, in words."""
+        """Why something cannot be written here, as text."""
         if isinstance(error, CannotWrite):
             return error.reason
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
@@ -226,7 +225,7 @@ _CREATE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 
 
 def _open_folder(top: int, names: Sequence[str], *, make: int | None) -> int:
-    """A folder below `top`, opened name by name without following a link; made with this mode where missing."""
+    """Opens a folder below `top` name by name, without following a link; creates missing ones with the mode `make`."""
     fd = os.dup(top)
     for name in names:
         try:

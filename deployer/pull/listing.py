@@ -1,4 +1,4 @@
-"""The files of a job as its host lists them, judged before anything is done with their names and sizes."""
+"""A job's files as its host lists them. Names and sizes are checked before they are used."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from deployer.pull.pieces import RemoteFile
 
 MAX_FILES = 100_000
 MAX_NAMES_BYTES = 16 << 20
-"""Of all paths together; a list without an end must not fill this machine's memory."""
+"""Maximum bytes of all paths together: an endless list must not fill this machine's memory."""
 MOST_DAMAGED = 8
-"""So many rows that are no file are told one by one."""
+"""How many invalid rows are reported one by one."""
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass
 class Listing:
-    """What a `files` request brought."""
+    """The answer to a `files` request."""
 
     files: list[RemoteFile] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
-    """Links, asked paths that are not there, and rows that are no file."""
+    """Links, requested paths that do not exist, and invalid rows."""
     outputs: tuple[str, ...] = ()
     """Paths of the project that the job's plan names."""
     stays: Stays | None = None
 
 
 def read_listing(call: Call, request: PullRequest) -> Listing:
-    """A row that is no file below what was asked for is left out, and the rest is there. HostError for an answer that
-    is no listing at all, and for too many rows."""
+    """Reads the host's list; leaves out each row that is not a file below a requested path. Raises HostError if the
+    answer is not a list, or has too many rows."""
     reader = _Reader(request)
     for name, value, _ in call.events():
         try:
@@ -105,7 +105,8 @@ class _Reader:
 
 
 def parse_file(row: object, request: PullRequest, outputs: Sequence[str] = ()) -> RemoteFile:
-    """A file as a host lists it. Damage for what is no path below what was asked for, with numbers."""
+    """A row of the host's list as a file. Raises Damage if it is not a path below a requested one, or has invalid
+    numbers."""
     file = RemoteFile(*from_json(row, FileRow))
     if not is_path(file.path):
         is_below = is_path(_CONTROL.sub("?", file.path))
@@ -120,7 +121,7 @@ def parse_file(row: object, request: PullRequest, outputs: Sequence[str] = ()) -
 
 
 def is_path(path: str) -> bool:
-    """Whether a name from a host or a user stays below a folder, and drives no terminal."""
+    """Whether a name from a host or a user stays below a folder and has no control characters."""
     return is_path_below(path) and not _CONTROL.search(path)
 
 

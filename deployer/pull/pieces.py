@@ -1,4 +1,4 @@
-"""One file on its way home: which pieces of it are still missing, where their bytes gather, and when it is whole."""
+"""The copy of one file: which pieces are missing, where their bytes are written, and when it is complete."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from deployer.agent.requests.files.view import Piece as AskedPiece
 from deployer.pull.landing import GATHERING, CannotWrite, Landing, digest_of
 
 PIECE_BYTES = 1 << 20
-"""What one hash covers, and what a broken connection costs at most."""
+"""Bytes that one hash covers; a broken connection costs at most these."""
 GUARD_BYTES = 64 << 10
-"""Of a file that has grown, the last bytes that are here are compared before the rest is put behind them."""
+"""Of a file that has grown, this many last bytes of the local copy are compared before the new bytes are appended."""
 
 
 BATCH_BYTES = 8 << 20
@@ -37,11 +37,11 @@ class RemoteFile:
     mtime_ns: int
     inode: str
     stored: int
-    """Bytes that it takes on the host's disk: a log whose oldest part was dropped is longer than that."""
+    """Bytes on the host's disk: fewer than `size` if the oldest part of a log was dropped."""
 
     @property
     def unit(self) -> str:
-        """The folder that is of use only as a whole: a checkpoint, the export, the traces; empty for others."""
+        """The folder that is useful only as a whole: a checkpoint, the export, the traces; empty for other files."""
         parts = self.path.split("/")
         if parts[0] == "checkpoints":
             return "/".join(parts[:2])
@@ -57,15 +57,15 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A range of a file, to be asked for."""
+    """A range of a file to request."""
 
     download: Download
     offset: int
     length: int
     have: str | None = None
-    """The hash of what is here already; the host then sends only what differs."""
+    """The hash of the local bytes; the host sends only a piece that differs."""
     guard: bool = False
-    """Compared only: the rest is of use when it is the same."""
+    """Only compared: the new bytes fit only if these are equal."""
 
     def to_json(self) -> dict[str, object]:
         file = self.download.file
@@ -82,9 +82,9 @@ class Download:
     def __init__(self, file: RemoteFile, landing: Landing, *, job_id: str, start: int = 0) -> None:
         self.file = file
         self.failure = ""
-        """Why it cannot be had as it was listed; empty while it can."""
+        """Why the file could not be copied as listed; empty without a failure."""
         self.heals = False
-        """What is listed anew may be had."""
+        """A new list may make it possible."""
         self._landing = landing
         self._start = start  # what comes before is in its place already
         version = [file.inode, start] if file.grows else [file.inode, file.size, file.mtime_ns]
@@ -97,12 +97,12 @@ class Download:
 
     @property
     def due_bytes(self) -> int:
-        """What is not here yet, as far as the journal says."""
+        """Bytes that are still missing, according to the journal."""
         left = min(self.file.size - self._start, self.file.stored)
         return max(0, left - self._landing.part_size(self._journal) * PIECE_BYTES)
 
     def pieces(self) -> Iterator[Piece]:
-        """Every piece in order; those that came with an earlier pull carry the hash of what is here."""
+        """Every piece in order; those from an earlier pull carry the hash of the local bytes."""
         if self._start:
             begin = max(0, self._start - GUARD_BYTES)
             have = self._landing.digest(self.file.path, begin, self._start - begin)
@@ -127,7 +127,7 @@ class Download:
                 os.close(journal)
 
     def write(self, piece: Piece, data: bytes, *, at: int) -> None:
-        """Bytes of a piece, `at` bytes from its beginning. They count only once `verified` was called."""
+        """Writes bytes of a piece, `at` bytes after its start. They count only after `verified`."""
         if piece.guard:
             return
         with self._lock:
@@ -138,12 +138,12 @@ class Download:
             os.pwrite(self._open(), data, piece.offset + at - self._start)
 
     def write_hole(self, piece: Piece) -> None:
-        """Zeros; where nothing was written before, the file is so already."""
+        """Writes zeros for a hole; a part of the file that was never written already reads as zeros."""
         if piece.have is not None:
             self.write(piece, bytes(piece.length), at=0)
 
     def verified(self, piece: Piece) -> bool:
-        """Notes that a piece is here; true when it was the last one and the file has got its name."""
+        """Records that a piece is complete. Returns whether it was the last one and the file was renamed into place."""
         if piece.guard:
             return False
         with self._lock:
@@ -159,7 +159,7 @@ class Download:
         return True
 
     def fail(self, reason: str, *, heals: bool = False) -> None:
-        """Gives the file up. heals: it is no more what was listed; otherwise it is not tried again."""
+        """Gives the file up. `heals`: the file has changed since it was listed, so the next round tries it again."""
         with self._lock:
             if self.failure:
                 return
@@ -171,7 +171,7 @@ class Download:
                     self._landing.drop_part(self._journal)
 
     def give_up(self, error: OSError | CannotWrite) -> None:
-        """It cannot be written here."""
+        """Gives the file up because it cannot be written here."""
         self.fail(self._landing.why_not(error))
 
     def _settle(self) -> None:
@@ -204,12 +204,12 @@ class Download:
 
 
 def place_of(file: RemoteFile) -> str:
-    """Where a file appears when it is whole: a checkpoint's files gather until all of them are there."""
+    """The path for a complete file: a checkpoint's files stay in the hidden folder until all of them are complete."""
     return f"{GATHERING}/{file.path}" if file.unit.startswith("checkpoints/") else file.path
 
 
 class Work:
-    """The pieces that are still to be brought, handed out in batches to whoever carries them."""
+    """The pieces that are still to be fetched; gives them to the worker threads in batches."""
 
     def __init__(self, downloads: Sequence[Download]) -> None:
         self.lock = threading.RLock()
@@ -223,12 +223,12 @@ class Work:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do, or nothing can be done."""
+        """Whether everything is done, or an error ended the work."""
         with self.lock:
             return self.failure is not None or (self._exhausted and not self._again and not self._in_flight)
 
     def take(self) -> list[Piece]:
-        """The next batch; waits while pieces may still be given back. Empty when all is done."""
+        """The next batch; waits while other threads may return pieces. Empty at the end."""
         with self._changed:
             while not self.finished:
                 batch = self._fill()
@@ -267,7 +267,7 @@ class Work:
             self._changed.notify_all()
 
     def retry(self, piece: Piece) -> bool:
-        """Puts a piece that came damaged back, from scratch; false when it was put back before."""
+        """Puts a damaged piece back, to fetch it completely. Returns False if this was already done once."""
         with self._changed:
             key = (piece.download.file.path, piece.offset)
             if key in self._doubted:
@@ -277,18 +277,18 @@ class Work:
             return True
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more is handed out."""
+        """Ends the work with this error."""
         with self._changed:
             self.failure = self.failure or error
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Somebody who carried has stopped."""
+        """Wakes waiting threads after a worker has stopped."""
         with self._changed:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Until something has changed, or a moment."""
+        """Waits for a change, or half a second."""
         with self._changed:
             self._changed.wait(0.5)
 

@@ -1,4 +1,4 @@
-"""A job's files brought home: what there is, what is wanted, and rounds until it is here, whole and verified."""
+"""Copies a job's files in rounds of list, choose and fetch, until all are here and verified."""
 
 from __future__ import annotations
 
@@ -23,25 +23,23 @@ from deployer.pull.transfer import Progress, Transfer
 from deployer.terminal import size
 
 ROUNDS = 3
-"""What changes while it is copied is listed and fetched anew, so often in all."""
+"""How many times in all a file that changes while it is copied is listed and fetched."""
 
 NOTED_BYTES = 32 << 10
-"""Of the names that the host is told are home: they fit into one frame."""
+"""Maximum bytes of the names that are reported to the host as copied: they fit into one frame."""
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """The result of a pull."""
-
     files: int
-    """That are here now, those of earlier pulls included."""
+    """Files that are here now, including those of earlier pulls."""
     size_bytes: int
     fetched_files: int
     fetched_bytes: int
     seconds: float
     left_out: tuple[LeftOut, ...]
     stays: Stays | None = None
-    """What else the job has written; None where nobody asked."""
+    """The other files that the job has written; None if they were not requested."""
 
     @property
     def not_home(self) -> tuple[LeftOut, ...]:
@@ -61,10 +59,11 @@ def pull(
 ) -> Pulled:
     """Copies a job's results into `target`; each file, and each checkpoint, is there whole and verified or not at all.
 
-    What is there unchanged is kept, what only grew is topped up, and what an earlier pull left half done goes on where
-    it stopped. Broken connections are made again; LostConnection when none comes about any more. What cannot be had, or
-    written here, is left out and the rest comes, small files first; CannotWrite when nothing can be written. The host
-    notes what is home, if it `is_kept` here.
+    Unchanged files are kept, of files that only grew the new bytes are fetched, and an interrupted pull continues where
+    it stopped. It reconnects if a connection breaks, and raises LostConnection if that is not possible any more. A file
+    that cannot be read on the host or written here is left out; the others are copied, small ones first. Raises
+    CannotWrite if nothing can be written. If the files stay on this client (`is_kept`), the host records which ones
+    were copied.
     """
     with Landing(target) as landing:
         return _Pull(
@@ -73,7 +72,7 @@ def pull(
 
 
 class _Pull:
-    """One pull: rounds of listing what there is and fetching what is not here."""
+    """One pull: rounds that list the host's files and fetch the missing ones."""
 
     def __init__(
         self,
@@ -124,7 +123,7 @@ class _Pull:
         )
 
     def _note(self, link: Link, here: Sequence[RemoteFile]) -> None:
-        """Tells the host what is home, for whoever collects there. Nobody waits for an answer."""
+        """Reports to the host which files are on the client, for gc. Does not wait for the answer."""
         paths, room = [], NOTED_BYTES
         for path in dict.fromkeys(file.unit or file.path for file in here):
             room -= len(json.dumps(path)) + 1
@@ -134,7 +133,7 @@ class _Pull:
             link.call("fetched", job=self._job_id, paths=paths)
 
     def _list(self) -> tuple[Link, Listing]:
-        """An open link and the host's list, over connections that may break."""
+        """An open link and the host's list; reconnects if needed."""
         request = self._request
         asked = FilesRequest(self._job_id, request.parts, request.paths, outputs=not request.paths, stays=request.stays)
         while True:
@@ -148,7 +147,7 @@ class _Pull:
                 self._patience.wait(error)
 
     def _fetch(self, link: Link, kept: Sequence[RemoteFile]) -> set[str]:
-        """Brings what is not here; the names of what could not be had as it was listed."""
+        """Fetches the missing files. Returns the names of those that could not be copied as listed."""
         wholes: dict[str, list[RemoteFile]] = defaultdict(list)
         for file in kept:
             wholes[_whole(file)].append(file)
@@ -173,7 +172,7 @@ class _Pull:
         return self._landing.has(file.path, size=file.size, mtime_ns=file.mtime_ns)
 
     def _download(self, file: RemoteFile) -> Download | None:
-        """What is to be done for one file; None when it is here, or has gathered with the rest of its checkpoint."""
+        """The download of one file; None if it is complete, here or with the rest of its checkpoint."""
         if self._landing.has(place_of(file), size=file.size, mtime_ns=file.mtime_ns):
             return None
         there = self._landing.find(file.path) if file.grows and file.path not in self._anew else None
@@ -181,7 +180,7 @@ class _Pull:
         return Download(file, self._landing, job_id=self._job_id, start=start)
 
     def _that_fit(self, downloads: Mapping[str, Sequence[Download]]) -> list[Download]:
-        """What this disk has room for, the small ones first; the others are given up."""
+        """The downloads for which this disk has room, small ones first; the others are given up."""
         free = max(0, self._landing.free_bytes() - HEADROOM_BYTES)
         room = free
         fitting: list[Download] = []
@@ -219,7 +218,7 @@ class _Pull:
             failures.setdefault(name, self._landing.why_not(error, name))
 
     def _not_had(self, listed: Sequence[RemoteFile], lacking: set[str], *, kept: Sequence[RemoteFile]) -> list[LeftOut]:
-        """What could not be had in the last round, and what was removed on the host before it."""
+        """What could not be copied in the last round, and what was removed on the host before it."""
         sizes: dict[str, list[int]] = defaultdict(list)
         for file in listed:
             sizes[_whole(file)].append(file.size)
@@ -233,5 +232,5 @@ def _due(downloads: Sequence[Download]) -> int:
 
 
 def _whole(file: RemoteFile) -> str:
-    """What a file is of use with: its checkpoint, or itself."""
+    """The unit of a file: its checkpoint, or the file itself."""
     return file.unit if file.unit.startswith("checkpoints/") else file.path

@@ -1,4 +1,4 @@
-"""Pieces of files fetched over several streams at once; what a broken connection interrupts is asked for again."""
+"""Fetches pieces of files over several connections at once, and requests again what a broken connection interrupted."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from deployer.pull.pieces import Download, Piece, Work
 from deployer.transport.ssh.attempt import nobody_to_ask
 
 CALLS_PER_LINK = 3
-"""Requests under way on one connection: each brings a piece of 1 MiB, and no gap between two of them may show."""
+"""Open requests per connection, so that there is no gap between two answers; each piece is 1 MiB."""
 MANY_BYTES = 32 << 20
-"""Due bytes from which on more connections are worth their making."""
+"""From this many missing bytes on, more connections are worth opening."""
 MAX_STREAMS = 4
-"""Connections, unless the user says otherwise: at 100 ms four carry three times what one does."""
+"""Connections, unless the user chooses a number: at 100 ms four carry three times as much as one."""
 END_S = 5.0
 
 Progress = Callable[[int, int], None]
 
 
 class Transfer:
-    """Brings all pieces of some downloads. `streams`: connections at most; None decides by the bytes that are due."""
+    """Fetches all pieces of some downloads. `streams`: maximum connections; None: decided by the missing bytes."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Transfer:
         self._lost: FerryError = LostConnection(f"the connection to {host.name} broke")
 
     def run(self, link: Link) -> None:
-        """Returns when every download is whole or given up. The link is the caller's; more are made here."""
+        """Returns when every download is complete or given up. The caller opened `link`; more are opened here."""
         try:
             while not self._work.finished:
                 self._start_lanes(link)
@@ -85,7 +85,7 @@ class Transfer:
             threading.Thread(target=self._join_in, args=(self._others[-1],), daemon=True).start()
 
     def _join_in(self, host: Host) -> None:
-        """One more connection; where the host lets no more of them in, those that there are do the work."""
+        """Opens one more connection. If the host refuses it, the existing ones do the work."""
         try:
             with nobody_to_ask():
                 link = host.connect()
@@ -116,7 +116,7 @@ class Transfer:
         for lane in self._lanes:
             lane.join(max(0.0, deadline - time.monotonic()))
 
-    # --- lanes --------------------------------------------------------------------------------------------------------
+    # --- worker threads -----------------------------------------------------------------------------------------------
 
     def _start_lanes(self, link: Link) -> None:
         for _ in range(CALLS_PER_LINK):
@@ -175,7 +175,7 @@ class Transfer:
             self._progress(self.fetched_bytes, max(self._due, self.fetched_bytes))
 
     def _judge(self, piece: Piece, value: Any, *, got: int, digest: str) -> None:
-        """What the host's word on a piece means: it is here, it came damaged, or its file cannot be had."""
+        """Handles the host's answer on a piece: it is complete, it is damaged, or its file cannot be copied."""
         try:
             answer = from_json(value, PieceEnd)
         except Damage as damage:
@@ -205,7 +205,7 @@ class Transfer:
 
 @contextmanager
 def _written(download: Download) -> Iterator[None]:
-    """Gives a file up that cannot be written here; the others go on."""
+    """Gives up a file that cannot be written here; the others go on."""
     try:
         yield
     except (OSError, CannotWrite) as error:

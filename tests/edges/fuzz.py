@@ -147,7 +147,7 @@ def told(said: Said, words: tuple[str, ...], scene: Scene) -> None:
         assert (state.split("(")[0] in FINAL) == (words[1] in ENDED), said
     if words[0] == "resume":
         assert said.code in (2, 125), said
-        found = "was launched from here" not in said.err
+        found = "was launched from this machine" not in said.err
         is_here = words[1] in ENDED or not found or "is still " in said.err or "job.json" in said.err
         assert is_here, said
     if words[0] == "stop" and said.code == 0:

@@ -41,7 +41,7 @@ def lacks_results(ferry: Ferry) -> int:
     ferry.write("results", "a file in the way")
     done = ferry.run("run", *ferry.where(), "--", "true")
     last = done.stderr.decode().splitlines()[-1]
-    assert last.startswith("not home: the results (cannot write ") and last.endswith(
+    assert last.startswith("not pulled: the results (cannot write ") and last.endswith(
         f"pull {ferry.job().name} --to DIR"
     )
     return done.returncode
@@ -136,7 +136,7 @@ def test_help_and_manual_name_them_all(ferry: Ferry) -> None:
 def test_jobs_own_code_comes_before_what_is_not_home(ferry: Ferry) -> None:
     done = ferry.run("run", *ferry.where(), "--out", "nothing", "--", "sh", "-c", "exit 7")
     last = done.stderr.decode().splitlines()[-1]
-    assert (done.returncode, last) == (7, "not home: nothing (the job has no such file)")
+    assert (done.returncode, last) == (7, "not pulled: nothing (the job has no such file)")
 
 
 def test_outputs_come_home_and_a_line_says_what_stays(ferry: Ferry, server: SshServer) -> None:
@@ -155,7 +155,7 @@ def test_outputs_come_home_and_a_line_says_what_stays(ferry: Ferry, server: SshS
     assert (home / "code" / "out" / "w").read_text() == "w\n" and not (home / "r").exists()
     (line,) = [line for line in done.stderr.decode().splitlines() if line.startswith("stays on the host")]
     assert "4 files that the job wrote, 8 B: kept.txt, r, sub/new/n …; " in line
-    paths = line.partition(f" pull {job.name} ")[2].removesuffix(" brings them").split()
+    paths = line.partition(f" pull {job.name} ")[2].removesuffix(" pulls them").split()
     assert sorted(paths) == ["./-r", "kept.txt", "r", "sub/new"]
     assert ferry.run("pull", job.name, *paths).returncode == 0 and (home / "code" / "-r").exists()
     assert [(home / path).read_text() for path in ("code/kept.txt", "code/sub/new/n", "r")] == ["two\n", "n\n", "r\n"]

@@ -44,7 +44,7 @@ HINTS = [  # the words of `run`, what the hint is to say, and what is to be type
     (("--", "./crlf.sh"), "{}", ("perl -pi -e 's/\\r$//' crlf.sh",)),
     (("--", "m.py", "--a"), "{}, or {}", ("-- python m.py --a", "--torchrun --gpus 0,1 -- m.py --a")),
     (("--", "python3", "mm.py"), "did you mean {}?", ("m.py",)),
-    (("--", "python3", "left/x.py"), "ship it once, by hash, with {}", ("--include left/x.py",)),
+    (("--", "python3", "left/x.py"), "send it with {}", ("--include left/x.py",)),
     (
         ("--include", "../data", "--", "true"),
         "{}, then {}: its target travels",
@@ -57,13 +57,13 @@ HINTS = [  # the words of `run`, what the hint is to say, and what is to be type
     ),
     (
         ("--torchrun", "--", "m.py"),
-        "add {} for these two, or {} for the two freest",
+        "add {} for GPUs 0 and 1, or {} for the two freest",
         ("--gpus 0,1", "--gpus auto:2"),
     ),
     (("python3", "m.py"), "put -- before a program: deploy.py run {}", ("-- python3 m.py",)),
     (
         ("c.yaml",),
-        "ship it once, by hash, with {} (or {} in the config)",
+        "send it with {} (or {} in the config)",
         ("--include stays.jsonl", "files=['stays.jsonl']"),
     ),
 ]

@@ -20,7 +20,7 @@ def note(job_id: str, created: str, ssh: str | None, *, written_at: float = 1e9)
 
 
 def test_newest_is_the_last_that_was_launched_on_the_host_that_is_named() -> None:
-    with pytest.raises(UnknownJob, match="no job was launched from here"):
+    with pytest.raises(UnknownJob, match="no job was launched from this machine"):
         newest_job()
     note("job-c", "2026-01-01T00:00:00Z", "a", written_at=2e9)  # resumed since
     note("job-b", "2026-01-02T00:00:00Z", "a", written_at=1e9)
@@ -28,13 +28,13 @@ def test_newest_is_the_last_that_was_launched_on_the_host_that_is_named() -> Non
     note("job-d", "2026-01-03T00:00:00Z", None)
     assert [newest_job().job_id, newest_job("a").job_id] == ["job-d", "job-a"]
     assert newest_job(None, "~/.torchferry").job_id == "job-d"
-    with pytest.raises(UnknownJob, match="no job was launched from here on b in /r"):
+    with pytest.raises(UnknownJob, match="no job was launched from this machine on b in /r"):
         newest_job("b", "/r")
 
 
 def test_commands_without_an_id_are_about_the_newest_job(ferry: Ferry) -> None:
     nothing = ferry.run("status")
-    assert nothing.returncode == 2 and b"no job was launched from here" in nothing.stderr
+    assert nothing.returncode == 2 and b"no job was launched from this machine" in nothing.stderr
     for name in ("first", "second"):
         done = ferry.run("run", *ferry.where(), "--no-pull", "--name", name, "--", "sh", "-c", f"echo {name} >out.txt")
         assert done.returncode == 0, done.stderr.decode()
@@ -52,7 +52,9 @@ def test_commands_without_an_id_are_about_the_newest_job(ferry: Ferry) -> None:
     resumed = ferry.run("resume", "policy.max_runtime=5m", "--no-pull")
     assert told in resumed.stderr.decode(), "a setting is no id"
     unknown = ferry.run("pull", "out.txt")
-    assert unknown.returncode == 2 and b"no job out.txt was launched from here" in unknown.stderr, "nor is a path"
+    assert unknown.returncode == 2 and b"no job out.txt was launched from this machine" in unknown.stderr, (
+        "nor is a path"
+    )
 
     for command in ("stop", "forget"):
         refused = ferry.run(command)

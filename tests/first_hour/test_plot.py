@@ -73,7 +73,7 @@ def test_unreachable_job_is_drawn_as_it_is_home_and_the_rest_beside_it(ferry: Fe
     shown = ferry.run("plot", "far-1", str(run), "--key", "loss", "--key", "extra")
     assert shown.returncode == 0
     said = shown.stderr.decode()
-    assert "does not tell of it" in said and "far-1 is shown as it is home" in said and "far-1 has no extra" in said
+    assert "does not tell of it" in said and "far-1 is shown as it was pulled" in said and "far-1 has no extra" in said
     assert shown.stdout.decode().count("far-1") >= 2 and "30" in shown.stdout.decode()
 
 

@@ -301,7 +301,7 @@ def test_secrets_that_a_config_names_stay_here(project, tmp_path, data, env_file
 
 def test_what_deployignore_leaves_out_is_refused(project: Path) -> None:
     (project / ".deployignore").write_text("data/\n")
-    with pytest.raises(UsageError, match=r"data/my.jsonl is left out of the code tree \(data/ in .deployignore:1\)"):
+    with pytest.raises(UsageError, match=r"data/my.jsonl is left out of what is sent \(data/ in .deployignore:1\)"):
         prepared()
 
 

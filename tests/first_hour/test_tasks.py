@@ -154,7 +154,7 @@ def test_signal_that_ends_the_program_is_in_the_code_of_its_shell(ferry: Ferry) 
         ("run: a && b", ("--", "c"), "run of task.yaml is a text for a shell, so c after -- would reach nobody"),
         ("run: a", ("model.name=b",), "model.name is for the trainer, and a task runs a program"),
         ("run: a", ("gpus=0",), "gpus is a key of the file, and no override\n  in the command line\nhint: --gpus"),
-        ("run: a", ("target.max_restarts=x",), "target.max_restarts is x, expected a whole number"),
+        ("run: a", ("target.max_restarts=x",), "target.max_restarts is 'x', expected a whole number"),
         ("run: a", ("target.max_restarts=-1",), "target.max_restarts is -1, must be 0 or more\n  in the command line"),
         ("run: a", ("--fsdp-config", "b"), "--fsdp-config goes with a config; a task runs a program"),
         ("run: a b.py\nsecrets: [NOT_SET]", (), "the secret NOT_SET is not set in this shell"),

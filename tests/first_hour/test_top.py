@@ -55,7 +55,7 @@ def test_screen_tells_the_job_its_gpus_first_both_curves_and_the_log() -> None:
     assert lines[3].startswith("GPU 0  ")
     assert lines[4].startswith("loss 0.0333") and "tokens/s 1120" in lines[4], "beside each other"
     assert lines[-2] == "step 199" and "log" in lines
-    assert lines[-1].endswith("job 2/3  s stop  f fetch")
+    assert lines[-1].endswith("job 2/3  s stop  f pull")
 
 
 @pytest.mark.parametrize("width", [10, 40, 80, 200])

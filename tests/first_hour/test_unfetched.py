@@ -28,7 +28,7 @@ def test_what_nobody_fetched_is_named_until_it_is_home(ferry):
         assert ferry.run(*look, job_id).returncode == 0
     assert "metrics.jsonl" in unfetched(ferry), "they read it and keep nothing"
     shown = ferry.run("gc", *ferry.where(), "--older-than", "0s", "--dry-run").stderr.decode()
-    assert f"never fetched of {job_id}: 5 files, 5.0 MB: w.pt" in shown and f"pull {job_id} " in shown
+    assert f"never pulled of {job_id}: 5 files, 5.0 MB: w.pt" in shown and f"pull {job_id} " in shown
     assert ferry.run("pull", *ferry.where(), job_id).returncode == 0
     assert unfetched(ferry) == {"checkpoints", "w.pt"}
     assert ferry.run("pull", *ferry.where(), job_id, "w.pt", "checkpoints/step_1").returncode == 0
@@ -37,4 +37,4 @@ def test_what_nobody_fetched_is_named_until_it_is_home(ferry):
     assert ferry.run("push", *ferry.where(), job_id, "mine.txt").returncode == 0
     assert unfetched(ferry) == set()  # who pushed it has it
     gone = ferry.run("gc", *ferry.where(), "--older-than", "0s", "--yes")
-    assert gone.returncode == 0 and b"never fetched" not in gone.stderr and not ferry.job_ids()
+    assert gone.returncode == 0 and b"never pulled" not in gone.stderr and not ferry.job_ids()

@@ -60,7 +60,7 @@ def differing_positions(folder: Path, *, template: str) -> float:
 
 ORACLES = [
     Oracle(
-        "positions with another target than the tags say",
+        "positions where the loss mask differs from the template's generation tags",
         "transformers return_assistant_tokens_mask",
         f"{name} template without and with tags, 3 answers",
         0,

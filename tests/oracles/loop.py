@@ -89,7 +89,7 @@ def weights_difference(folder: Path, *, ranks: int, micro_batch_size: int) -> fl
 ORACLES = [
     Oracle(
         "weights after 5 steps",
-        "plain loop: transformers, sum of F.cross_entropy / targets, torch AdamW",
+        "plain loop: transformers, sum of F.cross_entropy / number of targets, torch AdamW",
         f"{ROWS} rows, {ranks} rank{'s' * (ranks > 1)}, micro-batches of {size}",
         1e-5,
         partial(weights_difference, ranks=ranks, micro_batch_size=size),

@@ -89,7 +89,7 @@ def other_ranks_difference(folder: Path) -> float:
     return worst(changes(got, expected, relative=True))
 
 
-UNDISTURBED = "our own run that was not cut"
+UNDISTURBED = "our own uninterrupted run"
 ORACLES = [
     *(
         Oracle(

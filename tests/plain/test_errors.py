@@ -197,6 +197,7 @@ def fixed(scene: Scene, text: str) -> str:
         (str(scene.folder), "FOLDER"),
         (sys.executable, "PYTHON"),
         (f"host {socket.gethostname()}", "host HOST"),
+        (f"({socket.gethostname()}): ", "(HOST): "),
         (f"{getpass.getuser()}@", "USER@"),
         (f"'{getpass.getuser()}'", "'USER'"),
     ):

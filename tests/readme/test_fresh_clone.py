@@ -160,10 +160,10 @@ def test_launch_from_python(user: NewUser) -> None:
 
 
 def test_looks_stops_and_fetches_line_by_line(user: NewUser) -> None:
-    """Each line below "Look, reach in, stop, fetch" but those that a host needs a GPU for, or that never end."""
+    """Each line below "Look, reach in, stop, pull" but those that a host needs a GPU for, or that never end."""
     user.types("torchferry lora.yaml --ssh gpu train.epochs=1 --detach")
     job_id = json.loads(user.types("torchferry ps --json").stdout)[0]["id"]
-    lines = lines_of("README.md", "Look, reach in, stop, fetch")
+    lines = lines_of("README.md", "Look, reach in, stop, pull")
     lines = [line for line in lines if not line.endswith(("nvidia-smi", "tensorboard ID", " top"))]
     assert len(lines) == 9, lines
     (user.project / "prompts.txt").write_text("What does a ferry carry?\n")

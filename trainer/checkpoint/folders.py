@@ -71,8 +71,8 @@ def is_complete(path: Path) -> bool:
 
 
 def settle(folder: Path) -> dict[int, Path]:
-    """Give back the name of each checkpoint whose replacement broke off, and return the folders with a checkpoint's
-    final name that are not complete, by step, ascending. Only for who has taken the run folder."""
+    """Restore checkpoints whose replacement was interrupted. Returns incomplete `step_N` folders by step, ascending.
+    Call it only while this process holds the run folder's lock."""
     paths = _listed(folder)
     back = [final for path in paths if (final := _put_back(path)) is not None]
     return {step: path for step, path in _steps_of([*paths, *back]).items() if not is_complete(path)}

@@ -18,7 +18,8 @@ METRIC = "eval_loss"
 
 @dataclass(frozen=True)
 class Keep:
-    """`last` newest ones (0: all), the `best` ones by held-out loss, and for ever each of a multiple of `every`."""
+    """Keeps the `last` newest checkpoints, the `best` by held-out loss, and every step that is a multiple of `every`
+    (0: none). `last` 0 keeps all."""
 
     last: int = 0
     best: int = 0

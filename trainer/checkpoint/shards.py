@@ -46,7 +46,8 @@ def model_state(model: nn.Module) -> State:
 
 
 def settled(model: nn.Module) -> None:
-    """An evaluation leaves FSDP's root group gathered, and then its parameters are not the optimizer's."""
+    """Reshard FSDP's modules. An evaluation leaves the root gathered, and then its parameters are not those that the
+    optimizer holds."""
     for group in fsdp_modules(model):
         group.reshard()
 

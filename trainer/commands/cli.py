@@ -82,7 +82,8 @@ def run_command(command: click.Command, words: Sequence[str], program: str) -> N
     try:
         code = command.main(words, program, standalone_mode=False)
     except click.ClickException as error:
-        raise in_two_parts(error, command, program) from None
+        typed = f"python {program}" if program.partition(" ")[0] == "train.py" else program
+        raise in_two_parts(error, command, typed) from None
     except click.Abort:
         write_line(sys.stderr, "interrupted")
         sys.exit(1)
@@ -114,17 +115,25 @@ def render_commands() -> str:
 @click.argument("config_path", metavar="CONFIG")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--fsdp-config", metavar="FILE", help="Take the FSDP options from a file of `accelerate config`.")
-@click.option("--as", "kind", metavar="KIND", help="What the file is, if its keys do not show it: config.")
+@click.option("--as", "kind", metavar="KIND", help="Read the file as this kind if its keys do not tell: config.")
 @click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="The run folder, new or to continue.")
-@click.option("--inspect", is_flag=True, help="Show what a run would train on, and how; then stop.")
-@click.option("--samples", type=click.IntRange(min=0), metavar="N", help="Rows that an inspection shows [3].")
 @click.option(
-    "--card-gib", type=float, metavar="N", help="GiB of GPU memory that an inspection plans for [this GPU's, or 80]."
+    "--inspect",
+    is_flag=True,
+    help="Show what a run would train on, and how; then stop. `torchferry inspect` does the same.",
+)
+@click.option("--samples", type=click.IntRange(min=0), metavar="N", help="With --inspect: rows to show [3].")
+@click.option(
+    "--card-gib", type=float, metavar="N", help="With --inspect: GiB of GPU memory to plan for [this GPU's, or 80]."
 )
 @click.option(
-    "--calibrate", is_flag=True, help="Time micro-batch sizes for at most two minutes, name the best, and stop."
+    "--calibrate",
+    is_flag=True,
+    help="Time micro-batch sizes, name the best, and stop. `torchferry calibrate` does the same.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the inspection or the calibration as one JSON object.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="With --inspect or --calibrate: print the result as one JSON object."
+)
 @click.option("--debug", is_flag=True, help="Show stack traces of errors.")
 def train_command(
     config_path: str,
@@ -140,7 +149,8 @@ def train_command(
     debug: bool,
 ) -> None:
     if (samples is not None or card_gib is not None) and not inspect:
-        raise click.UsageError("--samples and --card-gib belong to --inspect")
+        given = "--samples" if samples is not None else "--card-gib"
+        raise UserError(f"{given} has a meaning only with --inspect", hint="add --inspect")
     if card_gib is not None and not 0 < card_gib < MOST_CARD_GIB:  # nor nan, which a click.FloatRange lets through
         raise click.UsageError(f"--card-gib is {card_gib:g}, and must be above 0 and below {MOST_CARD_GIB}")
     if inspect and calibrate:

@@ -18,8 +18,8 @@ from trainer.errors import ConfigError, UserError
 
 HELP = """Convert a SkyPilot or dstack task into a task file.
 
-The task file is one that `run` takes. What has no counterpart here is named on stderr and in comments, each with the
-reason.
+The task file is one that `run` takes. Keys of FILE that Torchferry does not have are listed on stderr and in comments,
+each with the reason.
 
 The keys of FILE show which tool it is for; --as decides where they do not.
 
@@ -45,7 +45,7 @@ class ConvertError(UserError):
 @click.argument("file", metavar="FILE")
 @click.option("--out", "-o", metavar="FILE", help="File to write; - prints it [-].")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
-@click.option("--as", "kind", metavar="KIND", help="What FILE is, if its keys do not show it: skypilot, dstack.")
+@click.option("--as", "kind", metavar="KIND", help="Read FILE as this kind if its keys do not tell: skypilot, dstack.")
 @click.option("--debug", is_flag=True, help="Show stack traces of errors.")
 def convert(file: str, out: str | None, force: bool, kind: str | None, debug: bool) -> None:
     called = click.get_current_context().command_path.removesuffix(" convert")

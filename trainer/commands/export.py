@@ -13,8 +13,8 @@ from trainer.console import write_json, write_line
 
 HELP = """Write a run's checkpoint in Hugging Face format.
 
-RUN is a run folder, also a pulled one, or one of its checkpoints. The new folder holds safetensors, configs, tokenizer
-and chat template; of a LoRA run it holds adapter/ in PEFT's format.
+RUN is a run folder (runs/NAME, or results/ID after a pull) or one of its checkpoints. The new folder holds safetensors,
+configs, tokenizer and chat template; of a LoRA run it holds adapter/ in PEFT's format.
 
 This process reads the checkpoint on the CPU, whatever number of ranks saved it. Before the folder gets its name,
 transformers opens it, and its weights and logits are compared.
@@ -43,7 +43,7 @@ Exit codes: 0 exported; 1 an error in this program; 2 nothing to export, or it c
     "--full-state",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write {model, optimizer, step, config} with whole tensors for torch.load; no folder without --out.",
+    help="Write only {model, optimizer, step, config}, with whole tensors, for torch.load; with --out, the folder too.",
 )
 @click.option(
     "--merge", is_flag=True, help="For a LoRA run: also write the model with the adapters added to its weights."

@@ -23,7 +23,7 @@ MODEL is a run folder (its export, else its newest complete checkpoint), pulled 
 export, an adapter, or any Hugging Face folder or name. An adapter finds its base model by itself.
 
 PROMPT is the user's turn if the tokenizer has a chat template, else plain text to continue; `-` reads it from stdin.
-The most probable token is taken each time, so the answer is always the same; --temperature draws tokens.
+Without --temperature decoding is greedy, so the answer is always the same; with it, tokens are sampled.
 
 \b
 Examples:
@@ -54,14 +54,14 @@ class PromptError(UserError):
     type=click.FloatRange(0, 100),
     default=0.0,
     metavar="T",
-    help="Draw tokens; 0: the most probable [0].",
+    help="Temperature of sampling; 0: greedy decoding [0].",
 )
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
     default=1.0,
     metavar="P",
-    help="With --temperature: draw from the most probable tokens that add up to P [1].",
+    help="With --temperature: sample from the most probable tokens that add up to P [1].",
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, metavar="N", help="Seed for --temperature [0].")
 @click.option("--chat/--no-chat", default=None, help="Take the prompt as the user's turn [if there is a template].")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ class Verb(NamedTuple):
     help: str
     without: tuple[str, ...]
     """Parameters that have no meaning there."""
+    helps: Mapping[str, str]
+    """Of parameters: what is said of them there."""
 
 
 class Command(click.Command):
@@ -33,7 +36,10 @@ class Command(click.Command):
         verb = self.verbs.get(name)
         if verb is None:
             return as_called(super().get_help(ctx), program)
-        params = [param for param in self.params if param.name not in verb.without]
+        params = [copy.copy(param) for param in self.params if param.name not in verb.without]
+        for option in params:
+            if isinstance(option, click.Option):
+                option.help = verb.helps.get(option.name or "", option.help)
         return as_called(click.Command(self.name, params=params, help=verb.help).get_help(ctx), program)
 
 
@@ -50,7 +56,7 @@ def as_called(text: str, program: str) -> str:
 TRAINING = """Train on this machine from a config file.
 
 CONFIG is a .py or YAML file, and KEY=VALUE overrides one of its keys. With several entries in target.gpu_ranks the
-command starts itself again under torchrun, one process for each. Under torchrun it trains at once.
+command starts itself again under torchrun, one process for each, unless you have started it under torchrun.
 
 Checkpoints, metrics.jsonl, config.yaml, outcome.json and the exported model go to the run folder: --run-dir, or
 run.dir/NAME-DATE-TIME. Ctrl-C, SIGTERM or a file control/stop.json in that folder saves a checkpoint and stops.
@@ -58,9 +64,9 @@ The next start with that folder resumes from its newest checkpoint.
 
 \b
 Examples:
-  python train.py configs/01_debug_sft.py target.device=cpu
-  python train.py configs/02_debug_sft_fsdp.py target.gpu_ranks=0,1
-  python train.py my.yaml --run-dir runs/big  # again: resumes
+  python train.py my.yaml target.device=cpu
+  python train.py my.yaml target.gpu_ranks=0,1
+  python train.py my.yaml --run-dir runs/big  # a second start resumes
 
 \b
 Other commands, each with --help:
@@ -81,10 +87,10 @@ Examples:
 
 Exit codes: 0 shown; 1 failed; 2 a mistake in the config, the command or the data; 128+N ended by signal N.
 """
-CALIBRATION = """Find the fastest micro-batch size on these GPUs in two minutes.
+CALIBRATION = """Find the fastest micro-batch size on these GPUs in at most two minutes.
 
-The command times micro-batch sizes for at most two minutes and names the best one. It trains nothing and makes no run
-folder. KEY=VALUE overrides a key of CONFIG.
+The command times micro-batch sizes and names the best one. It trains nothing and makes no run folder. KEY=VALUE
+overrides a key of CONFIG.
 
 \b
 Examples:
@@ -93,7 +99,12 @@ Examples:
 
 Exit codes: 0 found; 1 failed; 2 a mistake in the config, the command or the data; 128+N ended by signal N.
 """
+HELPS = {
+    "samples": "Rows to show [3].",
+    "card_gib": "GiB of GPU memory to plan for [this GPU's, or 80].",
+    "as_json": "Print the result as one JSON object.",
+}
 VERBS = {
-    "inspect": Verb(INSPECTION, ("run_dir", "inspect", "calibrate")),
-    "calibrate": Verb(CALIBRATION, ("run_dir", "inspect", "calibrate", "samples", "card_gib")),
+    "inspect": Verb(INSPECTION, ("run_dir", "inspect", "calibrate"), HELPS),
+    "calibrate": Verb(CALIBRATION, ("run_dir", "inspect", "calibrate", "samples", "card_gib"), HELPS),
 }

@@ -41,7 +41,7 @@ gpus: auto:1  # auto:4: the four freest; 0,1: these; on a machine without: devic
 # secrets: [HF_TOKEN]  # taken from your shell at the launch, and kept nowhere
 # setup: pip install -r requirements.txt  # on the host, once for what it names
 # include: [data]  # what git ignores and the program needs
-# outputs: [out]  # comes home afterwards, beside what the program writes to $TORCHFERRY_RUN_DIR
+# outputs: [out]  # is pulled afterwards too: paths in the job's copy of the project
 # max_restarts: 3  # after a failure, by the host itself
 # max_runtime: 12h  # then it is told to save and stop
 # queue: true  # wait for the GPUs

@@ -34,6 +34,10 @@ def in_two_parts(error: click.ClickException, command: click.Command, program: s
         return UserError(f"{_name(error)} is missing", hint=f"write {line}")
     if isinstance(error, click.BadParameter):
         text = re.sub(r"a valid (integer|float)( range)?", lambda found: _NUMBERS[found[1]], text)
+        if isinstance(error.param, click.Argument):
+            hint = f"{program} --help explains it"
+            if "is not one of" in text:
+                hint = f"write one of these; {program} --help explains them"
         return UserError(f"{_name(error)}: {text}", hint=hint)
     text = re.sub(r"^Got unexpected extra arguments? \((.*)\)$", r"unexpected on the command line: \1", text)
     return UserError(text[:1].lower() + text[1:], hint=hint)

@@ -238,7 +238,7 @@ def _version(given: Given, reading: _Reading) -> None:
     if given.number() not in (1, 2):
         raise given.error("expected 1 or 2")
     if given.number() == 1:
-        reading.notes.append("fsdp_version: 1, and FSDP2 runs it: the words keep the meaning that docs/config.md gives")
+        reading.notes.append("fsdp_version: 1, and FSDP2 runs it: the options mean what docs/config.md says")
 
 
 def _strategy(given: Given, reading: _Reading) -> None:

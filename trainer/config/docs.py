@@ -33,23 +33,24 @@ Made from `trainer/schema/` by `make docs`: change it there.
 A config is a `.py` file that defines `config = Config(...)` with these classes, or YAML with the same sections and
 keys. Any key can be overridden on the command line by its dotted name: `train.steps=50`, `data.train=a.jsonl,b.jsonl`,
 `target.env.NAME=value`, `optim.decay_steps=null`. An unknown key is an error that names the nearest one; a key that can
-have no effect beside the others is either an error or one line before the run. `python train.py CONFIG --inspect` shows
-what a config comes to. A file that says how a program of your own runs is a task file: [tasks.md](tasks.md).
+have no effect beside the others is either an error or one line before the run. `torchferry inspect CONFIG` shows the
+resulting config. A file that says how a program of your own runs is a task file: [tasks.md](tasks.md).
 
-"Elsewhere" lists the names that the same thing has in transformers, TRL, accelerate, FSDP1 or torchrun.
+"Elsewhere" lists the names of the same thing in transformers, TRL, accelerate, FSDP1 or torchrun. They are not accepted
+as keys; for most of them the error names the key to use.
 """
 
 FSDP_WORDS = """\
-## FSDP1's words, and what FSDP2 makes of them
+## FSDP1's options, and what FSDP2 makes of them
 
-`--fsdp-config FILE` reads a file of `accelerate config` as it is: `python train.py CONFIG --fsdp-config FILE`, and
+`--fsdp-config FILE` reads a file of `accelerate config` as it is: `torchferry train CONFIG --fsdp-config FILE`, and
 `torchferry CONFIG --fsdp-config FILE`. Its settings win over those of the config, and overrides win over both.
 
-Five of these words were `parallel.*` keys in earlier versions: `parallel.backward_prefetch`,
+Five of these options were `parallel.*` keys in earlier versions: `parallel.backward_prefetch`,
 `parallel.limit_all_gathers`, `parallel.use_orig_params`, `parallel.buffer_dtype` and `parallel.state_dict_type`. YAML
 and the command line still accept them, with the meanings of this table. Remove them from a `.py` config.
 
-| word | meaning here | elsewhere |
+| option or value | meaning here | elsewhere |
 |---|---|---|
 """
 
@@ -57,7 +58,7 @@ FORMER_KEYS = """\
 ## Keys of earlier versions
 
 YAML and the command line still accept these keys, and the five `parallel.*` keys
-[above](#fsdp1s-words-and-what-fsdp2-makes-of-them). Remove them from a `.py` config. The former default of such a key
+[above](#fsdp1s-options-and-what-fsdp2-makes-of-them). Remove them from a `.py` config. The former default of such a key
 is skipped silently, because every config.yaml of an earlier version contains it.
 
 | key | what its values come to |
@@ -93,7 +94,7 @@ def _docs_of(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
         is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and is_text:
             assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            yield before.target.id, re.sub(r"\bNone\b", "null", " ".join(str(after.value.value).split()))
+            yield before.target.id, re.sub(r"(?<!=)\bNone\b", "null", " ".join(str(after.value.value).split()))
 
 
 def _entries(cls: Any, prefix: str) -> Iterator[tuple[str, Any]]:

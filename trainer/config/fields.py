@@ -253,9 +253,9 @@ def describe(kind: Any) -> str:
 
 
 def show(value: object) -> str:
-    """A value for an error message, at most 80 characters."""
+    """A value for an error message, at most 80 characters; a text in quotes."""
     if isinstance(value, Word):
-        text = value.text or "empty"
+        text = (value.text or "empty") if _says_no_text(value.text) else repr(value.text)
     elif isinstance(value, Mapping):
         text = "a mapping"
     elif value is None:
@@ -265,6 +265,11 @@ def show(value: object) -> str:
     else:
         text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _says_no_text(word: str) -> bool:
+    """Whether an unquoted word is null, a truth value or a number."""
+    return word in NULL_WORDS or word.lower() in BOOL_WORDS or FLOAT_WORD.fullmatch(word) is not None
 
 
 def _misfit_hint(value: object, kind: Any) -> str:

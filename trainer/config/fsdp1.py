@@ -1,4 +1,4 @@
-"""FSDP1's words, and what FSDP2 makes of them: for configs, for files of accelerate, and for docs/config.md."""
+"""FSDP1's options, and what FSDP2 makes of them: for configs, for files of accelerate, and for docs/config.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from trainer.config.dropped import Dropped, Needs, NoEffect, Refused
 
-WHOLE_STATE = "`train.py export RUN --full-state FILE` writes weights and optimizer in one piece"
+WHOLE_STATE = "`torchferry export RUN --full-state FILE` writes weights and optimizer in one piece"
 AHEAD = "to gather further ahead set parallel.backward_prefetch_depth=2"
 PLAIN_BACKWARD = Refused("FSDP2 gathers one group ahead always", f"drop it; {AHEAD}")
 LESS_THAN_FP32 = Refused("the rotary frequencies stay fp32, less loses positions", "drop it")
@@ -39,7 +39,8 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Word:
-    """One word. `answer`: what the key means that it is; or, where it is no key, what each of its values comes to."""
+    """An option or a value. `answer`: what the key means that it is; or, where it is no key, what each of its values
+    comes to."""
 
     word: str
     answer: str | Dropped
@@ -65,7 +66,7 @@ WORDS = (
         ),
         ("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy"),
     ),
-    Word("forward_prefetch", "true: one group is gathered ahead; a number: so many"),
+    Word("forward_prefetch", "true: one group is gathered ahead; a number: that many"),
     Word(
         "limit_all_gathers",
         Dropped(

@@ -310,7 +310,7 @@ def _parse_override(override: str) -> tuple[str, object]:
     key, (_, equals, text) = key_of(override), override.partition("=")
     if not equals or not key:
         raise ConfigError(
-            f"{override!r} is not an override", where=COMMAND_LINE, hint="write KEY=VALUE: train.steps=50"
+            f"{override!r} is not an override", where=COMMAND_LINE, hint="write KEY=VALUE, as in train.steps=50"
         )
     kind = _override_kind(key)
     return key, fit(read_override(text.strip(), kind, key), kind, key, places=AT_COMMAND)

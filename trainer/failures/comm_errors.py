@@ -136,7 +136,6 @@ KNOWN = (
 
 
 def is_comm_error(message: str) -> bool:
-    """Whether the text is of the ranks' communication."""
     return SIGNS.search(message) is not None
 
 

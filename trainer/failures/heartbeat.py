@@ -153,7 +153,7 @@ class Observer:
             self._beats[beat.rank] = beat
 
     def excuse(self, seconds: float) -> None:
-        """Take this time off every wait: the observer itself was stopped for this long."""
+        """Extend every deadline by this time, because the observer itself was stopped for that long."""
         for times in (self._heard, self._moved, self._gone):
             times.update({rank: at + seconds for rank, at in times.items()})
 

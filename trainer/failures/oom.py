@@ -21,7 +21,8 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 FRAGMENTED_SHARE, FRAGMENTED_BYTES = 0.1, 2**30
 """So much of a GPU's memory, or so many bytes that would do, reserved in pieces are worth another allocator."""
 OTHERS_BYTES = 2**29
-"""Memory that neither this process nor nobody has, beyond what the driver itself takes."""
+"""If other processes use more of the GPU's memory than this (more than the driver itself takes), the message names
+them."""
 SHOWN_SAVINGS = 4
 
 

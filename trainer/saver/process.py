@@ -28,8 +28,6 @@ NOT_FOR_A_SAVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 @dataclass(frozen=True)
 class Launched:
-    """A saver process that has just been started."""
-
     connection: Connection
     pid: int
     end: Callable[[], str]

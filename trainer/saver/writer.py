@@ -52,8 +52,6 @@ class AsyncSave:
 
 @dataclass(frozen=True)
 class Written:
-    """A save that has ended well."""
-
     path: Path
     seconds: float
     """From the copy to the last file deleted."""

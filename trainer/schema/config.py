@@ -22,7 +22,7 @@ class RunConfig:
     name: str = "run"
     """Begins the name of the run folder and the id of a job."""
     dir: str = key("runs", aliases=("output_dir",))
-    """Parent of the run folder of a `train.py` started by hand; a deployed job has its own folder."""
+    """Parent of the run folder of a local `torchferry train`; a deployed job has its own folder."""
     export: bool = True
     """Write the model in Hugging Face format, reopened and compared."""
     export_from: Literal["auto", "best", "last"] = "auto"
@@ -31,11 +31,11 @@ class RunConfig:
     trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
     """Where the numbers go besides metrics.jsonl: RUN/tensorboard/, Weights & Biases."""
     sample_prompts: list[str] = field(default_factory=list)
-    """Texts that the model continues at each evaluation, at most 16 of 4000 characters: as the user's turn with
-    recipe=sft, else as plain text. What it says, the likeliest token each time, goes into RUN/samples.jsonl, the log
-    and the trackers. The training is the same bit for bit; a token costs a forward over all prompts."""
+    """Prompts that the model answers at each evaluation: at most 16, each of at most 4000 characters; as the user's
+    turn with recipe=sft, else as plain text. The answers (greedy decoding) go into RUN/samples.jsonl, the log and the
+    trackers. Training is the same bit for bit; each token of an answer costs a forward over all prompts."""
     sample_tokens: int = key(64, limit=SAMPLE_TOKENS)
-    """Tokens that it says to each at most; its end token ends it before."""
+    """At most this many tokens per answer; the end token ends it earlier."""
     tracker_project: str = "torchferry"
     """The project of Weights & Biases that the run belongs to."""
 
@@ -55,10 +55,11 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
     files: list[str] = field(default_factory=list)
-    """Git-ignored paths to ship besides those that data, model, lora and train.resume name, which travel by themselves:
-    relative to the project; like `--include`."""
+    """Further git-ignored paths to send, relative to the project, like `--include`. Paths that data, model, lora and
+    train.resume name are sent anyway."""
     script: str | None = None
-    """A program of your own, run instead of the trainer; the trainer's sections are then not allowed to be set."""
+    """Your own program, run instead of the trainer. Then recipe, model, lora, data, optim, train, parallel and `run`
+    must not be set, except run.name and run.dir."""
     args: list[str] = field(default_factory=list)
     """Arguments of `script`."""
     torchrun: bool = True

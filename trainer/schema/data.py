@@ -60,8 +60,8 @@ class DataConfig:
     train: list[str | SourceConfig] = key(["builtin:stdlib-docs"], aliases=("dataset",))
     """JSONL, JSON, CSV or TSV files (also .gz, .bz2, .xz, .zst), Parquet files, patterns of them (`data/*.jsonl`),
     names or folders of Hugging Face data sets, or `builtin:stdlib-docs`; a mapping {path, weight, repeat, limit} in
-    place of a text says how much of it. With recipe=pretrain: .tokens files as `train.py tokenize` makes them, .txt or
-    .md files or folders of them, or examples with a column `text`."""
+    place of a text says how much of it. With recipe=pretrain: .tokens files as `torchferry tokenize` makes them, .txt
+    or .md files or folders of them, or examples with a column `text`."""
     eval: list[str | SourceConfig] = field(default_factory=list)
     """Held-out data, same kinds. Empty: `eval_fraction` of train (builtin: its held-out modules)."""
     eval_fraction: float = key(0.05, limit=SHARE)

@@ -45,7 +45,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters beside a frozen model, in PEFT's terms and file format. None without `rank` or `adapter`."""
+    """Low-rank adapters beside a frozen model, in PEFT's terms and file format. There are none unless `rank` or
+    `adapter` is set."""
 
     rank: int | None = key(None, limit=AT_LEAST_1, aliases=("r", "lora_r"))
     """Rows of A and columns of B; None: that of `adapter`, or no LoRA at all."""
@@ -63,5 +64,6 @@ class LoraConfig:
     merge_export: bool = False
     """Export also the whole model with the adapters added to its weights; export/adapter is written always."""
     base_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Storage of the frozen model; the adapters are fp32. `auto`: bf16 when train.precision is bf16: products and so
-    losses are the same, but a merged export then holds the model's weights as bf16 has them."""
+    """Storage of the frozen model; the adapters are fp32. `auto`: bf16 when train.precision is bf16. Matrix
+    products, and so losses, are the same as with fp32 storage, but a merged export then has the model's weights rounded
+    to bf16."""

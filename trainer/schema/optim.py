@@ -27,18 +27,19 @@ class OptimConfig:
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: torchao's, whose state takes 2 bytes a parameter in place of 8 (extra `lowbit`)."""
     embeddings_8bit: bool | None = None
-    """adamw8bit only: 8-bit state for embeddings too. Null: that of the checkpoint that the run resumes, else false: a
-    rare token's moments are tiny beside its neighbours', 8 bits lose them, and its next update is far too large."""
+    """adamw8bit only: 8-bit state for embeddings too. None: as in the checkpoint that the run resumes, else false. (Why
+    false: a rare token's moments are tiny beside its neighbours', 8 bits lose them, and its next update is far too
+    large.)"""
     learning_rate: float | None = key(None, limit=ABOVE_0, aliases=("lr",))
-    """At the end of the warm-up. Null: that of the checkpoint that the run resumes; else 1e-3 for random weights, 2e-4
+    """At the end of the warm-up. None: that of the checkpoint that the run resumes; else 1e-3 for random weights, 2e-4
     for LoRA, 1e-5 for the weights of a pretrained model."""
     min_learning_rate: float = key(0.0, limit=AT_LEAST_0)
     """Where the decay ends, same unit as learning_rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = key("cosine", aliases=("lr_scheduler_type",))
     """How the learning rate falls after the warm-up. wsd: it stays, and falls in the last `decay_steps` (a cosine)."""
     warmup_steps: int | None = key(None, limit=AT_LEAST_0)
-    """Steps in which the learning rate rises linearly from 0 (wsd: from min_learning_rate); null: 10, and never more
-    than a fifth of the run."""
+    """Steps in which the learning rate rises linearly from 0 (wsd: from min_learning_rate); None: 10, or a fifth of
+    the run if that is less."""
     decay_steps: int | None = key(None, limit=AT_LEAST_1)
     """WSD only: length of the final decay; None: a fifth of all steps."""
     beta1: float = key(0.9, limit=SHARE, aliases=("adam_beta1",))

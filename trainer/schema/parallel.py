@@ -15,24 +15,27 @@ class ParallelConfig:
     sharding_strategy: (
         Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] | None
     ) = key(None, elsewhere=("fsdp_sharding_strategy", "ShardingStrategy"))
-    """FSDP, in any case of letters. FULL_SHARD: a group's gathered parameters are freed after its forward.
-    SHARD_GRAD_OP: they are kept until the step's last backward. NO_SHARD: ddp. HYBRID_SHARD and _HYBRID_SHARD_ZERO2:
-    the same two within each of `dp_replicate` replicas. None: as `reshard_after_forward` says. Both None: with `memory`
-    auto, parameters stay gathered if nothing is recomputed and they fit; otherwise FULL_SHARD."""
+    """FSDP; upper or lower case. FULL_SHARD: a group's gathered parameters are freed after its forward. SHARD_GRAD_OP:
+    they are kept until the step's last backward. NO_SHARD: ddp. HYBRID_SHARD: FULL_SHARD within each of `dp_replicate`
+    replicas. _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP within each. None: as `reshard_after_forward` says. Both None: with
+    `memory` auto, parameters stay gathered if nothing is recomputed and they fit; otherwise FULL_SHARD."""
     reshard_after_forward: bool | int | None = key(None, limit=AT_LEAST_0, elsewhere=("fsdp_reshard_after_forward",))
-    """FSDP: free a group's gathered parameters after its forward. A number: keep them sharded over this many ranks.
-    Then the backward gathers only within those. None: as `sharding_strategy` says; the two may not contradict each
-    other. Both None: with `memory` auto, parameters stay gathered from a step's first forward to its last backward, if
-    nothing is recomputed and they fit. Otherwise they are freed."""
+    """FSDP: free a group's gathered parameters after its forward. A number N: shard them over N ranks only, so that the
+    backward gathers within those; N must be more than 1 and a proper divisor of the ranks that share the parameters.
+    None: as `sharding_strategy` says; the two may not contradict each other. Both None: with `memory` auto, parameters
+    stay gathered from a step's first forward to its last backward, if nothing is recomputed and they fit. Otherwise
+    they are freed."""
     dp_replicate: int | None = key(None, limit=AT_LEAST_1)
-    """Hybrid sharding: number of replicas, each sharded over the other ranks; it must divide the number of ranks."""
+    """Number of replicas, for HYBRID_SHARD and _HYBRID_SHARD_ZERO2 only, which require it. Each replica is sharded over
+    ranks / replicas ranks; it must divide the number of ranks."""
     reduce_dtype: Literal["fp32", "bf16"] = key("fp32", elsewhere=("MixedPrecision.reduce_dtype",))
     """Dtype of the gradient reduction over several ranks (ddp, fsdp)."""
     wrap_policy: Literal["transformer", "size", "classes"] = key(
         "transformer", aliases=("auto_wrap_policy",), elsewhere=("fsdp_auto_wrap_policy",)
     )
-    """FSDP: what is gathered together. `transformer`: each block; `size`: modules of at least `min_num_params`;
-    `classes`: the modules of `wrap_classes`. What is in no group is in the root's."""
+    """FSDP: which modules form a group, whose parameters are gathered together. `transformer`: each block; `size`:
+    modules of at least `min_num_params`; `classes`: the modules of `wrap_classes`. Modules in no group belong to the
+    root module's group."""
     min_num_params: int = key(100_000_000, limit=AT_LEAST_1, elsewhere=("fsdp_min_num_params",))
     """Parameters of a group with `wrap_policy` size."""
     wrap_classes: list[str] = key(
@@ -54,9 +57,9 @@ class ParallelConfig:
     `memory` is auto and nothing else fits."""
     memory: Literal["auto", "manual"] = "auto"
     """auto, on a GPU: a memory plan chooses those of `activation_checkpointing`, `reshard_after_forward`,
-    `reduce_every_micro_batch` and `cpu_offload` that are not set. It takes the least recomputation that fits. If the
-    run still runs out of memory, the next start in the same run folder takes the next memory plan. manual: nothing is
-    chosen."""
+    `reduce_every_micro_batch` and `cpu_offload` that are not set. It takes the least recomputation that fits. A
+    memory plan that runs out of memory gives way to the next one: before the first step at once if that is possible,
+    otherwise at the next start in the same run folder. manual: nothing is chosen."""
     activation_checkpointing: Literal["none", "budget", "selective", "full"] | None = key(
         None, aliases=("gradient_checkpointing",), elsewhere=("fsdp_activation_checkpointing",)
     )
@@ -72,7 +75,8 @@ class ParallelConfig:
     """Recompute every n-th block (see `activation_checkpointing`). Not about saved checkpoints: see
     train.save_every."""
     compile: bool | None = key(None, aliases=("torch_compile",), elsewhere=("dynamo_backend",))
-    """torch.compile each block. None: on a GPU for which Triton is installed; on the CPU it costs a minute."""
+    """torch.compile each block. None: on a GPU where Triton runs, otherwise not. true: also on a CPU, where compiling
+    takes about a minute."""
     cuda_graphs: bool | None = None
     """One launch for forward and backward of a micro-batch of packed rows, in one process. None: on a GPU, for models
     so small that launching their kernels takes longer than running them."""

@@ -54,7 +54,8 @@ class TargetConfig:
     max_restarts: int = key(0, limit=AT_LEAST_0, elsewhere=("torchrun --max-restarts",), supervised=True)
     """How often the host itself starts the job again after a failure, from the newest complete checkpoint."""
     max_runtime_s: float | None = key(None, limit=ABOVE_0, supervised=True)
-    """The job is asked to save and stop after this many seconds, all its attempts together; None: no limit."""
+    """The job is asked to save and stop after this many seconds, counted from the first start of its ranks. Restarts by
+    the host count into the same time; a `resume` begins it again. None: no limit."""
     stall_timeout_s: float | None = key(None, limit=ABOVE_0, supervised=True)
     """An attempt without a step (your own program: without output) for this long ends as failed; None: no limit."""
     idle_timeout_s: float | None = key(None, limit=ABOVE_0, supervised=True)

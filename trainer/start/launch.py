@@ -63,10 +63,11 @@ def device_kind(config: Config) -> DeviceKind:
 
 
 def let_rank_0_tell() -> None:
-    """Called by another rank before it tells a mistake, which as a rule all have found.
+    """Sleep so that rank 0 can report an error first. Other ranks call it before they report theirs: usually all ranks
+    find the same error.
 
-    torchrun ends every rank with the first that leaves: this one here, once rank 0 has told it. Who outlives the wait
-    has found something that rank 0 has not.
+    torchrun ends all ranks when the first one exits, and that ends this rank once rank 0 has reported. A rank that is
+    still running after the sleep has found an error that rank 0 has not.
     """
     with suppress(KeyboardInterrupt):
         time.sleep(TELLING_S)

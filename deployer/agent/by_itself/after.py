@@ -1,4 +1,4 @@
-"""Whether a job that is to start after others may start: a decision on how those are, and who looks at them.
+"""--after: polls the jobs that a job waits for, and decides whether it may start.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -12,14 +12,15 @@ from ..job.judge import judge
 from ..job.status import FAILED, FINAL, LOST, STOPPED, SUCCEEDED, Status
 
 POLL_S = 1.0
-"""So often a waiting job looks at the others: a read of a file each, as a rule."""
+"""Seconds between two checks by a waiting job; each usually reads one file per awaited job."""
 SEARCH_S = 10.0
-"""And so often while one of them has no supervisor: then all processes are looked through."""
+"""Seconds between two checks while an awaited job has no supervisor: then each one reads all processes."""
 MAX_WORDS = 200
 
 
 class Verdict(NamedTuple):
-    """It waits for the jobs that are `left`; with none it starts. `never`: why it does not, `because` of which job."""
+    """`left`: jobs that are still awaited; if empty, the job starts. `never`: why the job can never start; `because`:
+    the ID of the job that prevents it."""
 
     left: Tuple[str, ...] = ()
     never: str = ""
@@ -27,7 +28,8 @@ class Verdict(NamedTuple):
 
 
 def decide(found: Sequence[Tuple[str, Status]]) -> Verdict:
-    """`found`: each of the others as it is now. One that was started again counts as what it is by now."""
+    """`found`: each awaited job with its current status. Of a job that was started again, the current attempt
+    counts."""
     for job_id, status in found:
         if status.state in FINAL and status.state != SUCCEEDED:
             return Verdict(never="after %s, which %s" % (job_id, how_it_ended(status)), because=job_id)
@@ -35,7 +37,7 @@ def decide(found: Sequence[Tuple[str, Status]]) -> Verdict:
 
 
 def how_it_ended(status: Status) -> str:
-    """Of a job that has not succeeded: what completes `ID, which …`."""
+    """How a job that has not succeeded ended, as text that completes `ID, which …`."""
     if status.state == FAILED and status.after:
         return "never started (%s)" % status.reason[:MAX_WORDS]
     ends = {
@@ -47,7 +49,7 @@ def how_it_ended(status: Status) -> str:
 
 
 class Others:
-    """The jobs that one waits for. To be asked at every turn: it looks no more often than is due."""
+    """The jobs that a job waits for. Call `look` often: it reads them only when it is time to."""
 
     def __init__(self, root: Root, ids: Sequence[str], *, now: Callable[[], float] = time.monotonic) -> None:
         self._jobs = {job_id: root.job(job_id) for job_id in ids}
@@ -56,7 +58,8 @@ class Others:
         self._next_at = float("-inf")
 
     def look(self) -> Optional[Verdict]:
-        """None where it is not time to look. A job that cannot be read now is as it was seen last, or waited for."""
+        """The decision; None if it is not time to check. If a job cannot be read, its last status counts; without one
+        it is still awaited."""
         if self._now() < self._next_at:
             return None
         for job_id, job in self._jobs.items():
@@ -73,7 +76,7 @@ class Others:
         return verdict if verdict.never else verdict._replace(left=(*verdict.left, *unread))
 
     def _was_collected(self, job_id: str, status: Status) -> bool:
-        """Whether it was seen to succeed and is gone since: gc may take it, for nobody waits for it any more."""
+        """Whether the job succeeded earlier and its folder is gone now: gc may remove it."""
         seen = self._seen.get(job_id)
         succeeded = seen is not None and seen.state == SUCCEEDED
         return succeeded and status.state == LOST and not os.path.isdir(self._jobs[job_id].path)

@@ -1,6 +1,6 @@
-"""What is told of a job to whom --notify names: an event, as the JSON that is sent.
+"""The events that --notify sends, as JSON.
 
-Stdlib only, Python 3.8: both ends use it.
+Stdlib only, Python 3.8: both sides use it.
 """
 
 from typing import Any, Dict, Literal, NamedTuple, Optional
@@ -49,11 +49,11 @@ def sentence(event: Event) -> str:
 
 
 def body_of(event: Event) -> Dict[str, Any]:
-    """What is sent. Slack shows `text`, Discord `content`."""
+    """The JSON to send. Slack shows `text`, Discord `content`."""
     told = event._replace(reason=_plain(event.reason))._asdict()
     return {**told, "text": sentence(event), "content": sentence(event)}
 
 
 def _plain(text: str) -> str:
-    """One line of what can be printed; a job's own words may be in it."""
+    """The text as one printable line; it may contain the job's own output."""
     return "".join(c if c.isprintable() else " " for c in text)[:MAX_WORDS]

@@ -10,12 +10,13 @@ from ..gpus.use import Question, Use
 from ..host.errors import AgentError
 
 IDLE_BELOW = 5
-"""Percent of use."""
+"""Utilization in percent below which a GPU counts as idle."""
 EVERY_S = 10.0
 
 
 class IdleTime:
-    """How long every look has found all GPUs idle: what was not seen counts for nothing, and use begins it anew."""
+    """Seconds during which every reading found all GPUs idle. Time without readings does not count; a busy GPU resets
+    it."""
 
     def __init__(self, every_s: float) -> None:
         self.seconds = 0.0
@@ -23,7 +24,7 @@ class IdleTime:
         self._idle_at: Optional[float] = None
 
     def saw(self, percents: Sequence[int], now: float) -> None:
-        """`percents`: of each GPU; empty when nobody could tell."""
+        """`percents`: the utilization of each GPU; empty if it could not be read."""
         if percents and max(percents) >= IDLE_BELOW:
             self.seconds, self._idle_at = 0.0, None
             return
@@ -33,7 +34,7 @@ class IdleTime:
 
 
 class IdleGpus:
-    """Watches the GPUs of one attempt. `why_not` says why it cannot, once that is known."""
+    """Watches the GPUs of one attempt."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class IdleGpus:
         tell: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`devices`: as they are leased. `tell` hears a line when they cannot be watched."""
+        """`devices`: as they are leased. `tell`: called with a line if they cannot be watched."""
         self.timeout_s = timeout_s
         self.labels: List[str] = []
         self._devices = devices
@@ -59,7 +60,7 @@ class IdleGpus:
         self._given_up = False
 
     def look(self) -> bool:
-        """Whether they have been idle for --idle-timeout. Call it at every turn: it does not block."""
+        """Whether the GPUs have been idle for --idle-timeout. Call it often: it does not block."""
         if self._given_up:
             return False
         if self._question is None:
@@ -114,7 +115,7 @@ class IdleGpus:
 
 
 def why_unwatched(devices: Sequence[str]) -> str:
-    """Of devices whose use nobody tells; empty for others."""
+    """Why the utilization of these devices cannot be read; empty if it can."""
     if not devices:
         return "it is not known which ones are the job's"
     return "of a slice (MIG) no use is told" if any("/" in device for device in devices) else ""

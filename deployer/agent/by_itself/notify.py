@@ -1,6 +1,6 @@
-"""Sends a job's events to URLs, each from its own process. The job never waits for one.
+"""Sends a job's events to URLs, each from a separate process. The job never waits for one.
 
-The URLs are secrets: the supervisor has them in its memory, and hands them on through a pipe.
+The URLs are secrets: the supervisor keeps them in memory and passes them on through a pipe.
 Stdlib only, Python 3.8, Linux.
 """
 
@@ -19,7 +19,7 @@ from ..job.status import Status, utc
 from .event import Event, Name, body_of
 
 _HANDED_ON = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir", "path")
-"""Of the job's environment, in either case."""
+"""The variables of the job's environment that the process gets, in upper or lower case."""
 
 
 class _Metrics(NamedTuple):
@@ -31,18 +31,19 @@ class Notifier:
     def __init__(
         self, urls: Sequence[str], job: Job, name: str, env: Dict[str, str], tell: Callable[[str], None]
     ) -> None:
-        """`tell` hears a line about what could not be sent."""
+        """`tell`: called with a line about an event that could not be sent."""
         self._urls = urls
         self._job = job
         self._name = name
         self._env = {key: value for key, value in env.items() if key.lower() in _HANDED_ON}
         self._tell = tell
         self.processes: Set[Process] = set()
-        """Those that post: by their marks they are none of the job's, but one that is ending shows no mark any more."""
+        """The processes that send. Their marks say that they do not belong to the job, but an ending process shows no
+        mark any more."""
         self._sent: "List[subprocess.Popen[bytes]]" = []  # kept: their destructors would wait
 
     def send(self, name: Name, status: Status, ending: Optional[Ending] = None) -> None:
-        """Whatever goes wrong, the job does not hear of it."""
+        """Never raises: errors go to `tell`."""
         try:
             self._send(body_of(self._event(name, status, ending)))
         except Exception as error:
@@ -80,7 +81,7 @@ class Notifier:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             cwd="/",
-            # by its mark it is no job's, so no sweep of one ends it or counts it
+            # its mark says that it belongs to no job, so no sweep ends or counts it
             env={**self._env, RUN_DIR_ENV: os.devnull},
             start_new_session=True,
         )

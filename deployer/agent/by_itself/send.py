@@ -1,5 +1,5 @@
-"""The process that posts one event to a URL, which comes with it on stdin. It says in a line what came to nothing, and
-never the URL, which is a secret.
+"""The process that posts one event to a URL; both arrive on stdin. It prints a line about a failure, and never the URL,
+which is a secret.
 
 Stdlib only, Python 3.8.
 """
@@ -18,9 +18,9 @@ from typing import Any, Dict, NamedTuple, Tuple
 from ..host.typed import parse
 
 TRY_S, WAITS_S = 5.0, (1.0, 3.0)
-"""How long one try may take, and the pauses before the further ones."""
+"""Seconds for one try, and the pauses before further ones."""
 ALL_S = 30
-"""After so long the process ends, whatever a server does."""
+"""Seconds after which the process ends, whatever a server does."""
 
 
 class Letter(NamedTuple):
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def post(url: str, body: Dict[str, Any]) -> str:
-    """Why it came to nothing; empty where the server has taken it."""
+    """Why the event could not be sent; empty if the server has accepted it."""
     trouble = ""
     for wait_s in (*WAITS_S, None):
         trouble, again = _post_once(url, body)
@@ -56,7 +56,7 @@ def post(url: str, body: Dict[str, Any]) -> str:
 
 
 def _post_once(url: str, body: Dict[str, Any]) -> Tuple[str, bool]:
-    """(the trouble, whether another try may help). What a server says beyond its status is not read."""
+    """(error text, whether another try may help). Of a server's answer only the status is read."""
     opener = urllib.request.build_opener(_NoRedirect)
     try:
         opener.open(request_of(url, body), timeout=TRY_S).close()
@@ -70,7 +70,8 @@ def _post_once(url: str, body: Dict[str, Any]) -> Tuple[str, bool]:
 
 
 def request_of(url: str, body: Dict[str, Any]) -> urllib.request.Request:
-    """ntfy takes plain text, the others JSON. A user and password in the URL are sent as its owner means them."""
+    """The HTTP request: plain text for ntfy, JSON for others. A user and password in the URL become a
+    basic-authentication header."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https"):
         raise ValueError
@@ -87,7 +88,7 @@ def request_of(url: str, body: Dict[str, Any]) -> urllib.request.Request:
 
 
 def _words(error: BaseException) -> str:
-    """Of an error whose own text may hold the URL."""
+    """An error as text without its own message, which may contain the URL."""
     reason = getattr(error, "reason", error)
     if isinstance(reason, socket.timeout):
         return "no answer within %g s" % TRY_S

@@ -1,4 +1,4 @@
-"""The doctor's checks of GPUs, their driver, and what torch needs of it. Pure but for `read_gpus`.
+"""The doctor's checks of GPUs, their driver, and torch's needs of it. Pure, except `read_gpus`.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -14,7 +14,7 @@ from .findings import FAIL, OK, WARN, Check, check
 
 CUDA_RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12")
 PACKAGES = ("torch", "pip", *CUDA_RUNTIMES)
-"""Asked together, so that each interpreter starts once."""
+"""Requested together, so that each interpreter starts once."""
 
 
 class GpuFacts(NamedTuple):
@@ -25,7 +25,7 @@ class GpuFacts(NamedTuple):
 
 
 def read_gpus(env: Dict[str, str], pool: Executor) -> GpuFacts:
-    """All that nvidia-smi tells, its calls at once. AgentError when it fails or hangs."""
+    """All that nvidia-smi reports; the calls run at the same time. Raises AgentError if it fails or hangs."""
     report = pool.submit(read_report, env)
     using = pool.submit(nvidia.holders, env)
     gpus = nvidia.list_gpus(env)
@@ -44,7 +44,7 @@ def check_driver(facts: GpuFacts) -> Check:
 
 
 def check_gpus(facts: GpuFacts) -> Iterator[Check]:
-    """One finding a GPU: its memory, and who uses it."""
+    """One finding for each GPU: its memory, and who uses it."""
     for gpu in facts.gpus:
         if gpu.fault:
             yield check("gpu %d" % gpu.index, FAIL, gpu.fault, "reset it (nvidia-smi -r), or reboot the machine")
@@ -56,7 +56,7 @@ def check_gpus(facts: GpuFacts) -> Iterator[Check]:
 
 
 def check_gpu_limit(facts: GpuFacts) -> Optional[Check]:
-    """What an outer CUDA_VISIBLE_DEVICES leaves to jobs."""
+    """The GPUs that CUDA_VISIBLE_DEVICES of the login leaves to jobs."""
     limit = facts.limit
     if limit is None or not facts.gpus:
         return None
@@ -66,7 +66,7 @@ def check_gpu_limit(facts: GpuFacts) -> Optional[Check]:
 
 
 def check_gpu_memory(facts: GpuFacts) -> Optional[Check]:
-    """Memory that nobody seems to hold."""
+    """Memory in use on GPUs without a visible process."""
     if not facts.gpus:
         return None
     held = {holder.gpu_uuid for holder in facts.holders}
@@ -89,7 +89,7 @@ def check_persistence(facts: GpuFacts) -> Optional[Check]:
 
 
 def check_gpu_errors(facts: GpuFacts) -> Optional[Check]:
-    """Memory errors and pages or rows that wait to be taken out of use."""
+    """Memory errors, and pages or rows that wait to be replaced."""
     cards = {card.uuid: card for card in facts.report.cards}
     known = [(gpu.index, cards[gpu.uuid]) for gpu in facts.gpus if gpu.uuid in cards]
     if not known:
@@ -105,7 +105,7 @@ def check_gpu_errors(facts: GpuFacts) -> Optional[Check]:
 
 
 def check_kernel_log(text: Optional[str]) -> Check:
-    """`text`: the kernel's messages, None when they may not be read."""
+    """`text`: the kernel's messages; None if they may not be read."""
     if text is None:
         return check("gpu faults", OK, "the kernel's log may not be read by this user, so Xid errors are not seen")
     found = read_xids(text)
@@ -132,7 +132,7 @@ def _torch(packages: Dict[str, str]) -> str:
 
 
 def cuda_of(packages: Dict[str, str]) -> str:
-    """The CUDA version that torch brought along: its build's ("+cu128" is 12.8), or its packages'. "" for the CPU's."""
+    """torch's CUDA version, from its build ("+cu128" is 12.8) or its packages; "" for a CPU build."""
     build = re.search(r"\+cu(\d+)(\d)$", packages.get("torch", ""))
     if build:
         return "%s.%s" % build.groups()
@@ -140,7 +140,7 @@ def cuda_of(packages: Dict[str, str]) -> str:
 
 
 def check_cuda(pythons: Sequence[Python], facts: GpuFacts) -> Optional[Check]:
-    """Whether the driver is new enough for a torch that is there. Within a major version every driver will do."""
+    """Whether the driver is new enough for an installed torch. Within a major version every driver works."""
     having = [p for p in pythons if "torch" in p.packages]
     if not facts.gpus or not having:
         return None

@@ -1,5 +1,5 @@
-"""The doctor's checks of a machine: disk, limits, memory, clock, login, Python, network. Each check is
-pure: it gets what was read before.
+"""The doctor's checks of a machine: disk, limits, memory, clock, login, Python, network. Each check is pure: it gets
+facts that were read before.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -22,7 +22,7 @@ LOW_PROCESSES = 4096
 LOW_MEMORY_BYTES = 8 * 10**9
 CLOCK_S = 10
 UNLIMITED = -1
-"""As `resource` says it."""
+"""As in `resource`."""
 
 
 # --- disk -------------------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def check_shm(disk: Optional[Disk]) -> Check:
 
 
 def check_hub(disk: Disk, models: int) -> Check:
-    """The Hugging Face cache and the room beside it."""
+    """The Hugging Face cache and the free space on its disk."""
     detail = "%s: %d models, %s free" % (disk.path, models, gigabytes(disk.free_bytes))
     if disk.free_bytes >= LOW_DISK_BYTES:
         return check("Hugging Face cache", OK, detail)
@@ -98,7 +98,7 @@ def _check_enough(size: int, detail: str) -> Check:
 
 
 def check_cpus(seen: int, limits: Limits) -> Check:
-    """`seen`: the count that programs get (affinity, cgroup)."""
+    """`seen`: the number of CPUs that programs get (affinity, cgroup)."""
     if limits.cpus is None or limits.cpus >= seen:
         return check("CPUs", OK, "%d" % seen)
     detail = "%.3g CPUs may be used, programs see %d" % (limits.cpus, seen)
@@ -131,7 +131,7 @@ def _limit(value: int) -> str:
 
 
 def check_shell(shell: str, *, runs: bool) -> Check:
-    """`runs`: whether the account's shell is there and can be run."""
+    """`runs`: whether the account's shell exists and can be executed."""
     if runs:
         return check("login shell", OK, shell)
     detail = "%s cannot be run, so this account has no shell" % (shell or "the login shell")
@@ -139,8 +139,8 @@ def check_shell(shell: str, *, runs: bool) -> Check:
 
 
 def check_logout(configs: Sequence[str], *, user: str, lingers: bool) -> Check:
-    """Whether logind ends a user's processes at logout, which would end jobs. `configs`: texts of logind.conf and what
-    comes after it."""
+    """Whether logind ends a user's processes at logout, which would end jobs. `configs`: texts of logind.conf and of
+    the files that follow it."""
     values = [v for text in configs for v in re.findall(r"^\s*KillUserProcesses\s*=\s*(\w+)", text, re.MULTILINE)]
     if not values or values[-1].lower() not in ("yes", "true", "1", "on"):
         return check("logout", OK, "jobs are not ended at logout (KillUserProcesses is off)")
@@ -151,7 +151,7 @@ def check_logout(configs: Sequence[str], *, user: str, lingers: bool) -> Check:
 
 
 def check_hidden(seen: bool) -> Check:
-    """`seen`: whether another user's process is."""
+    """`seen`: whether another user's process is visible."""
     if seen:
         return check("other users", OK, "their processes are seen")
     detail = "their processes are hidden (hidepid): who holds a busy GPU cannot be told"
@@ -159,7 +159,7 @@ def check_hidden(seen: bool) -> Check:
 
 
 def check_container(found: Mapping[str, str], *, missing: Sequence[str]) -> Check:
-    """`missing`: which of the variables name a folder that is not there."""
+    """`missing`: variables that name a folder that does not exist."""
     name = "container environment"
     if not found:
         return check(name, OK, "none to take over (process 1 is another user's, or has none)")
@@ -173,7 +173,7 @@ def check_container(found: Mapping[str, str], *, missing: Sequence[str]) -> Chec
 
 
 def check_clock(ahead: float) -> Check:
-    """`ahead`: seconds by which this clock leads the client's, the way of the message included."""
+    """`ahead`: seconds by which this clock is ahead of the client's, including the message's way."""
     detail = "%.1f s %s the client" % (abs(ahead), "ahead of" if ahead >= 0 else "behind")
     if abs(ahead) <= CLOCK_S:
         return check("clock", OK, detail)
@@ -186,7 +186,7 @@ OLDEST_FOR_TRAINER = [3, 10]
 
 
 class Python(NamedTuple):
-    """An interpreter of the host, and the versions of the packages that were asked for."""
+    """An interpreter of the host, and the versions of the requested packages."""
 
     path: str
     version: str
@@ -224,14 +224,15 @@ _UP, _LOOPBACK = 0x1, 0x8  # IFF_* of linux/if.h
 
 
 class Network(NamedTuple):
-    """Interfaces that are up, in the kernel's order, without the loopback; which of them leads out, if any does."""
+    """Interfaces that are up, in the kernel's order, without the loopback; and the one with the default route, if there
+    is one."""
 
     names: List[str]
     default: Optional[str]
 
 
 def read_network(sys: str = "/sys/class/net", proc: str = "/proc/net") -> Network:
-    """Interfaces with an address. A route out is that of IPv4, else that of IPv6."""
+    """Reads the interfaces with an address. The default route is that of IPv4, else that of IPv6."""
     addressed = _addressed(proc)
     names = [name for _, name in socket.if_nameindex()] if sys == "/sys/class/net" else sorted(os.listdir(sys))
     up = [name for name in names if _is_up(os.path.join(sys, name, "flags")) and name in addressed]
@@ -245,7 +246,7 @@ def _is_up(path: str) -> bool:
 
 
 def _addressed(proc: str) -> List[str]:
-    """Interfaces that have a route (each IPv4 address brings one) or an IPv6 address."""
+    """Interfaces that have a route (each IPv4 address adds one) or an IPv6 address."""
     routes = [line.split("\t")[0].strip() for line in read_text(proc + "/route").splitlines()[1:]]
     return routes + [line.split()[-1] for line in read_text(proc + "/if_inet6").splitlines() if line.strip()]
 
@@ -258,7 +259,7 @@ def _defaults(proc: str) -> List[str]:
 
 
 def nccl_choice(names: List[str]) -> Optional[str]:
-    """The interface that NCCL takes by itself: InfiniBand's first, Docker's last, else in the kernel's order."""
+    """The interface that NCCL chooses by default: InfiniBand's first, Docker's last, else in the kernel's order."""
     ranked = sorted(names, key=lambda name: (not name.startswith("ib"), name.startswith("docker")))
     return ranked[0] if ranked else None
 
@@ -282,7 +283,7 @@ def check_network(network: Network, env: Mapping[str, str]) -> Check:
 
 
 def _matches(named: str, names: List[str]) -> bool:
-    """NCCL's own rule: a list of beginnings; "=" before it asks for whole names, "^" excludes."""
+    """NCCL's own rule: a list of prefixes; "=" before it means whole names, "^" excludes."""
     known = [*names, "lo"]
     exclude, exact = named.startswith("^"), named.lstrip("^").startswith("=")
     wanted = named.lstrip("^").lstrip("=").split(",")

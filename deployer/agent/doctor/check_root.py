@@ -1,4 +1,4 @@
-"""The doctor's checks of Torchferry's root: its disk, the jobs below it, the GPUs that they hold, what gc would remove.
+"""The doctor's checks of Torchferry's root: its disk, its jobs, the GPUs that they hold, and what gc would remove.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -23,7 +23,7 @@ _ELSEWHERE = "choose another folder with --remote-root DIR"
 
 
 def check_root(root: Root) -> Check:
-    """Whether the root can be written, and by nobody else; leaves nothing behind but the folder itself."""
+    """Whether this account, and no other, can write to the root; creates only the folder itself."""
     probe = os.path.join(root.tmp, "doctor-%d" % os.getpid())
     try:
         is_trusted = secure_root(root.path)
@@ -66,7 +66,7 @@ def check_root_inodes(disk: Disk) -> Check:
 
 
 def check_jobs(jobs: Sequence[Row]) -> Check:
-    """`jobs`: as `requests.jobs.list_jobs` tells."""
+    """`jobs`: from `requests.jobs.list_jobs`."""
     here = [job for job in jobs if not job.on_host]
     orphans = [job.id for job in here if job.unsupervised]
     lost = [job.id for job in here if job.state == LOST]
@@ -81,8 +81,7 @@ def check_jobs(jobs: Sequence[Row]) -> Check:
 
 
 def check_leases(claims: Sequence[Claim], jobs: Sequence[Row], *, exposed: str = "") -> Check:
-    """Who holds GPUs, and whether a job that has ended still does: a process of it is left. `exposed`: see
-    gpus.places."""
+    """Who holds GPUs, and whether an ended job still does: then a process of it is left. `exposed`: see gpus.places."""
     ended = {job.id for job in jobs if job.state in FINAL}
     stale = [claim.job for claim in claims if claim.job in ended]
     if stale:
@@ -102,7 +101,7 @@ def _some(names: List[str]) -> str:
 
 
 def read_garbage(root: Root) -> Sequence[Thing]:
-    """What gc would remove without a limit. Folders are not walked through, so theirs is no size."""
+    """What gc would remove without a limit. Does not walk through folders, so their size is 0."""
     return choose(read_inventory(root, measure=lambda path: 0), Policy()).things
 
 

@@ -1,4 +1,4 @@
-"""What a check of the doctor says, and running checks so that a broken one is a finding too.
+"""The finding of a doctor check. A check that crashes gives a finding too.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -18,7 +18,7 @@ def check(name: str, status: str, detail: str, hint: str = "") -> Check:
 
 
 def run_check(name: str, examine: Callable[[], Found]) -> List[Check]:
-    """The findings of one check, none when it does not apply here. Never raises."""
+    """The findings of one check; empty if it does not apply here. Never raises."""
     try:
         found = examine()
         if found is None:

@@ -1,6 +1,6 @@
-"""The doctor: what of this host would make a job fail, and what to do about it.
+"""The doctor: checks what on this host would make a job fail, and what to do about it.
 
-Facts are read once, what takes long (nvidia-smi, interpreters) beside the rest; the checks themselves are pure.
+Facts are read once, slow ones (nvidia-smi, interpreters) at the same time as the rest; the checks themselves are pure.
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
@@ -38,14 +38,14 @@ class _Asked(NamedTuple):
 
 
 def doctor(root: Root, call: Call) -> None:
-    """Facts about this host and checks of it, each with what to do."""
+    """Sends facts about this host, and its checks with hints."""
     env = job_environment(dict(os.environ), container_env())
     facts, checks = examine(root, env, client_time=call.read(_Asked).client_time)
     call.send_event("doctor", {"facts": facts, "checks": checks})
 
 
 def examine(root: Root, env: Dict[str, str], *, client_time: Optional[float]) -> Tuple[Dict[str, Any], List[Check]]:
-    """The host's facts, and all findings in the order in which a launch would meet their subjects."""
+    """The host's facts, and all findings in the order in which a launch needs their subjects."""
     now = time.time()
     with ThreadPoolExecutor(8) as pool:
         gpu_facts = pool.submit(check_gpus.read_gpus, env, pool)
@@ -72,7 +72,7 @@ def examine(root: Root, env: Dict[str, str], *, client_time: Optional[float]) ->
 
 
 def _group(name: str, read: Callable[[], List[Examination]]) -> List[Examination]:
-    """The examinations of facts that are read at once; a finding of that name when they cannot be."""
+    """The checks of facts that are read together; one finding with this name if they cannot be read."""
     try:
         return read()
     except Exception as error:
@@ -183,7 +183,7 @@ def _hub(env: Dict[str, str]) -> Check:
 
 
 def host_facts(root: Root) -> Dict[str, Any]:
-    """Name, system and sizes of this host, flat; sizes in GiB. Nothing that could be secret."""
+    """Name, system and sizes of this host, flat; sizes in GiB. Contains no secrets."""
     disk = read_disk(root.path)
     limit = read_limits().memory_bytes
     memory = min(memory_bytes(), limit) if limit is not None else memory_bytes()
@@ -233,13 +233,13 @@ def memory_bytes() -> int:
 
 
 def read_logind() -> List[str]:
-    """The texts of logind's configuration, in the order in which they count."""
+    """The texts of logind's configuration, in their order of precedence."""
     paths = ["/etc/systemd/logind.conf", *sorted(glob.glob("/etc/systemd/logind.conf.d/*.conf"))]
     return [read_text(path) for path in paths]
 
 
 def missing_folders(env: Mapping[str, str]) -> List[str]:
-    """Which of the variables that name one folder name one that is not there."""
+    """The variables for one folder whose folder does not exist."""
     names = ("VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "HF_HOME")
     return [name for name in names if env.get(name) and not os.path.isdir(env[name])]
 

@@ -1,7 +1,7 @@
-"""What may go: pure decisions over what lies below a root. `inventory` reads it, `collect` removes it.
+"""Decides what gc may remove: pure functions of a root's content. `inventory` reads it, `collect` removes it.
 
-A job names what it needs: its record, config and status hold the hashes of its trees, its environment, its agent, and
-the ids of jobs whose checkpoints it began from. Whatever a kept job names stays.
+A job names what it needs: its record, config and status contain the hashes of its trees, its environment, its agent,
+and the IDs of jobs whose checkpoints it started from. Everything that a kept job names stays.
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
@@ -23,7 +23,7 @@ MIN_AGE_S = {
     SPARE: 7 * DAY_S,
     CACHE: 30 * DAY_S,  # no job needs one: without it the next start takes longer
 }
-"""Seconds for which unneeded files stay anyway: whoever made them may be about to use them."""
+"""Seconds for which unneeded files stay: the process that made them may be about to use them."""
 
 
 class JobItem(NamedTuple):
@@ -37,7 +37,7 @@ class JobItem(NamedTuple):
 
 
 class Thing(NamedTuple):
-    """Whatever else lies there."""
+    """An object of the root that is not a job: for example a blob, a tree or an environment."""
 
     kind: str
     name: str  # of a blob and tree the hash, of a leftover its path below the root, else that in its kind's folder
@@ -56,7 +56,7 @@ class Inventory(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Which ended jobs go. Without a limit none does."""
+    """Which ended jobs to remove. Without a limit, none."""
 
     older_than_s: Optional[float] = None  # those that ended longer ago
     max_bytes: Optional[int] = None  # the oldest, until everything takes no more than this
@@ -70,7 +70,7 @@ class Removals(NamedTuple):
 
 
 def choose(inventory: Inventory, policy: Policy) -> Removals:
-    """What to remove: the jobs that the policy gives up, and what no other job needs."""
+    """What to remove: the jobs that the policy allows, and objects that no other job needs."""
     gone = _choose_jobs(inventory, policy)
     kept = [job for job in inventory.jobs if job.id not in gone]
     return Removals(tuple(job for job in inventory.jobs if job.id in gone), leftovers(inventory, kept, policy))
@@ -97,7 +97,7 @@ def _choose_jobs(inventory: Inventory, policy: Policy) -> Set[str]:
 
 
 def _named_by(inventory: Inventory) -> Dict[str, Set[str]]:
-    """Job -> the others that began from its files, or whose code links to them."""
+    """Job -> other jobs that started from its files, or whose code links to them."""
     named: Dict[str, Set[str]] = {job.id: set() for job in inventory.jobs}
     for job in inventory.jobs:
         linked = (names for tree, names in inventory.names_of.items() if tree in job.names)
@@ -118,7 +118,7 @@ def _is_given_up(job: JobItem, gone: Set[str], inventory: Inventory, policy: Pol
 
 
 def _bytes_without(things: Sequence[Thing], inventory: Inventory, kept: Sequence[JobItem]) -> int:
-    """What lies there once only these jobs are left, and these things have gone."""
+    """Bytes that remain once only these jobs are left and these objects are removed."""
     freed = sum(thing.size for thing in things)
     return sum(job.size for job in kept) + sum(thing.size for thing in inventory.things) - freed
 
@@ -127,7 +127,7 @@ def _bytes_without(things: Sequence[Thing], inventory: Inventory, kept: Sequence
 
 
 def unneeded(inventory: Inventory, kept: Sequence[JobItem]) -> Tuple[Thing, ...]:
-    """What goes when only these jobs are left."""
+    """The objects that no job needs, if only these jobs are left."""
     needed = _needed_by_kind(kept)
     stays = {(t.kind, t.name) for t in inventory.things if _stays(t, needed[t.kind])}
     trees = {name for kind, name in stays if kind == TREE}
@@ -141,8 +141,8 @@ def unneeded(inventory: Inventory, kept: Sequence[JobItem]) -> Tuple[Thing, ...]
 
 
 def leftovers(inventory: Inventory, kept: Sequence[JobItem], policy: Policy) -> Tuple[Thing, ...]:
-    """What goes when only these jobs are left: what nobody needs; and where that is more than the policy's size, caches
-    of any age, before any job."""
+    """The objects to remove if only these jobs are left: those that no job needs. If the rest is larger than the
+    policy's size, also caches of any age, before any job."""
     idle = unneeded(inventory, kept)
     is_small = policy.max_bytes is None or _bytes_without(idle, inventory, kept) <= policy.max_bytes
     if is_small or _needed_by_kind(kept)[CACHE] is None:
@@ -152,7 +152,7 @@ def leftovers(inventory: Inventory, kept: Sequence[JobItem], policy: Policy) -> 
 
 
 def _needed_by_kind(kept: Sequence[JobItem]) -> Dict[str, Optional[Set[str]]]:
-    """Names that stay, of each kind; None: all of them, for a job may come to need any."""
+    """Kind -> names that stay; None: all of them, because a job may still need any."""
     unknown = any(job.ended_s is None and not job.known for job in kept)
     unsettled = unknown or any(job.ended_s is None and not job.settled for job in kept)
     words: Set[str] = set().union(*(job.names for job in kept))
@@ -176,7 +176,7 @@ def _stays(thing: Thing, needed: Optional[Set[str]]) -> bool:
 
 
 def totals(things: Sequence[Thing]) -> Tuple[GoneThings, ...]:
-    """In the order of MIN_AGE_S."""
+    """Number and size of the objects of each kind, in the order of MIN_AGE_S."""
     kinds = [(kind, [t for t in things if t.kind == kind]) for kind in MIN_AGE_S]
     return tuple(
         GoneThings(kind, len(of), sum(t.size for t in of), max(t.age_s for t in of)) for kind, of in kinds if of

@@ -1,7 +1,7 @@
-"""Removing what no job needs any more, and ended jobs when asked to.
+"""Removes objects that no job needs, and on request ended jobs.
 
-What goes is renamed aside while no launch is under way, and removed afterwards: it may be terabytes. Nothing is made
-for that, since a disk may be full. Killed anywhere, it leaves things that the next collection finds again.
+They are renamed aside while no launch is running, and deleted afterwards, because that may take long. Renaming needs no
+new folder, since the disk may be full. If gc is killed, the next gc finds the renamed objects.
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
@@ -41,9 +41,9 @@ from .inventory import read_inventory
 from .view import GcReport, GoneJob, KeptJobs
 
 MOST_LOOKED_INTO = 100
-"""Jobs, for what nobody has fetched of them."""
+"""Maximum number of jobs whose files are checked for missing copies."""
 LOOK_S = 2.0
-"""Seconds to wait for a lock of a job: a process that only reads how the job ended may hold it for a moment."""
+"""Seconds to wait for a job's lock: a process that only reads how the job ended may hold it for a moment."""
 
 
 class _Asked(NamedTuple):
@@ -56,8 +56,8 @@ class _Asked(NamedTuple):
 
 
 def gc(root: Root, call: Call) -> None:
-    """Tells what would go; removes it unless `dry_run`. `only`: the ids of the jobs that somebody has agreed to.
-    `unfetched`: what nobody has brought home of these jobs is told too."""
+    """Reports what gc would remove; removes it unless `dry_run`. `only`: the IDs of the jobs that the user has agreed
+    to. `unfetched`: also report the files of these jobs that were never copied to a client."""
     asked = call.read(_Asked)
     only = None if asked.only is None else frozenset(asked.only)
     policy = Policy(asked.older_than_s, asked.max_bytes, asked.keep_jobs, only)
@@ -74,10 +74,10 @@ def _unfetched(root: Root, jobs: Sequence[JobItem]) -> Dict[str, Optional[Stays]
 
 
 def collect(root: Root, seen: Inventory, policy: Policy) -> Tuple[Removals, List[str]]:
-    """What was removed, and the paths that could not be. `seen`: an inventory of a moment ago, for its sizes.
+    """What was removed, and the paths that could not be. `seen`: an earlier inventory, for its sizes.
 
-    Of the jobs none goes that was not chosen then. A job counts as removed although some of its files could not be.
-    AgentError when launches leave no moment for it.
+    Removes only jobs that were chosen then. A job counts as removed even if some of its files remain. Raises AgentError
+    if launches hold the lock for too long.
     """
     jobs = frozenset(job.id for job in choose(seen, policy).jobs)
     with store_alone(root):
@@ -95,7 +95,7 @@ def collect(root: Root, seen: Inventory, policy: Policy) -> Tuple[Removals, List
 
 
 def _remembered(root: Root, seen: Inventory) -> Callable[[str], int]:
-    """The sizes of an inventory, without another walk."""
+    """A function that returns sizes of an earlier inventory, without another walk."""
     folders = _folders(root)
     sizes = {os.path.join(root.jobs, job.id): job.size for job in seen.jobs}
     sizes.update((os.path.join(folders[t.kind], t.name), t.size) for t in seen.things if t.kind in folders)
@@ -107,8 +107,8 @@ def _folders(root: Root) -> Dict[str, str]:
 
 
 def _take_jobs(root: Root, jobs: Sequence[JobItem]) -> Dict[JobItem, str]:
-    """Takes the jobs away and returns where those lie that let themselves be taken; what one that stays began from
-    stays too."""
+    """Renames the jobs aside and returns their new paths. A job that cannot be taken stays, and so do the jobs that it
+    started from."""
     gone: Dict[JobItem, str] = {}
     stays: Set[str] = set()
     for item in sorted(jobs, key=lambda job: job.ended_s or 0.0):  # who began from another one is the newer
@@ -121,7 +121,7 @@ def _take_jobs(root: Root, jobs: Sequence[JobItem]) -> Dict[JobItem, str]:
 
 
 def _take_job(root: Root, job: Job) -> Optional[str]:
-    """None when somebody is starting it again."""
+    """Renames the job aside and returns its new path; None if it is being started again."""
     try:
         os.makedirs(job.control, mode=0o700, exist_ok=True)
         fd = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -137,9 +137,10 @@ def _take_job(root: Root, job: Job) -> Optional[str]:
 
 
 def _take_things(root: Root, things: Sequence[Thing]) -> Tuple[Dict[Thing, Optional[str]], List[str]]:
-    """Takes the things away: where each one lies now, None for one that is gone, and the paths of those that stayed.
+    """Removes the objects or renames them aside. Returns the new path of each (None if it is already removed), and the
+    paths of those that stayed.
 
-    Trees go before blobs: a tree says that its blobs are here.
+    Trees are removed before blobs: a tree promises that its blobs are there.
     """
     folders = {**_folders(root), TREE: root.trees, PACK: root.packs, SPARE: os.path.join(root.path, "store")}
     taken: Dict[Thing, Optional[str]] = {}
@@ -162,8 +163,8 @@ def _take_things(root: Root, things: Sequence[Thing]) -> Tuple[Dict[Thing, Optio
 
 
 def _take(root: Root, path: str) -> Optional[str]:
-    """Renames it aside and returns where it lies: beside itself when the folder for that is on another disk (jobs/ may
-    be a link to a larger one) or cannot take it. None when it stays."""
+    """Renames it aside and returns the new path. If tmp/ is on another disk (jobs/ may be a link to a larger one) or
+    cannot take it, it stays in its own folder under a new name. None if it cannot be renamed."""
     name = "gc-%d-%s" % (os.getpid(), os.urandom(8).hex())
     for aside in (os.path.join(root.tmp, name), os.path.join(os.path.dirname(path), "." + name)):
         try:
@@ -174,7 +175,7 @@ def _take(root: Root, path: str) -> Optional[str]:
     return None
 
 
-# --- what is said of it -----------------------------------------------------------------------------------------------
+# --- the report -------------------------------------------------------------------------------------------------------
 
 
 def report(
@@ -184,7 +185,7 @@ def report(
     remaining: List[str],
     unfetched: Mapping[str, Optional[Stays]],
 ) -> GcReport:
-    """For the client: what goes or went, why other jobs stay, and how much room there is now."""
+    """For the client: what is or would be removed, why other jobs stay, and the free space."""
     disk = os.statvfs(existing_folder(root.path))
     stay = [job for job in seen.jobs if job.id not in {gone.id for gone in chosen.jobs}]
     groups = (

@@ -1,7 +1,7 @@
-"""What lies below a root, read for `choose` to decide: jobs, and what jobs share or left behind.
+"""Reads a root's content for `choose`: jobs, and what jobs share or left behind.
 
-The root may be a folder that people use (`--remote-root /workspace`, which has their own `data/` and `jobs/`): whatever
-is not named as only Torchferry names things is none of ours and is never listed.
+The root may be a folder with other files (`--remote-root /workspace`, with its own `data/` and `jobs/`). Only names
+that Torchferry alone uses are listed.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -26,7 +26,7 @@ from .choose import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, Inven
 
 MAX_TEXT = 32 << 20
 LAUNCH_AGE_S = 86400.0
-"""A folder without a status may be a launch on another machine of a shared home; beyond this age it is none."""
+"""A job folder without a status may be a launch on another machine that shares the home; after this time it is not."""
 _TREE = re.compile(r"[0-9a-f]{40}\Z")  # of a tree, and of the data made from one
 _ENV = re.compile(r"[0-9a-f]{20}\Z")
 _AGENT = re.compile(r"[0-9a-f]{20}(\.\d+)?\Z")  # with a process id while it is being put there
@@ -44,8 +44,9 @@ Measure = Callable[[str], int]
 
 
 def read_inventory(root: Root, *, measure: Optional[Measure] = None) -> Inventory:
-    """Everything below the root. `measure` gives a folder's size in bytes (default: the disk's blocks, which takes a
-    walk through all of its files). A folder that cannot be read counts as empty, a job that cannot as not ended."""
+    """Everything below the root. `measure`: returns a folder's size in bytes (default: its blocks on the disk, which
+    needs a walk through all its files). A folder that cannot be read counts as empty; a job that cannot be read counts
+    as not ended."""
     size = measure or disk_bytes
     now, live = time.time(), _Live.read()
     trees = dict(_read_trees(root))
@@ -73,7 +74,7 @@ def read_inventory(root: Root, *, measure: Optional[Measure] = None) -> Inventor
 
 
 def disk_bytes(path: str) -> int:
-    """What a file or a folder takes on the disk; a file with several names in it once."""
+    """Bytes of a file or a folder on the disk; a file with several hard links in it counts once."""
     seen: Set[Tuple[int, int]] = set()
     total = 0
     for name in _everything(path):
@@ -105,7 +106,7 @@ def _everything(path: str) -> Iterator[str]:
 
 
 def _children(folder: str, pattern: "Pattern[str]") -> List[Tuple[str, str]]:
-    """(name, path) of what lies in a folder under a name of that pattern."""
+    """(name, path) of each entry of a folder whose name matches the pattern."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:
@@ -114,7 +115,7 @@ def _children(folder: str, pattern: "Pattern[str]") -> List[Tuple[str, str]]:
 
 
 def _age(path: str, now: float) -> float:
-    """Seconds since it was changed; 0 when it has gone."""
+    """Seconds since the last change; 0 if it is gone."""
     try:
         return now - os.lstat(path).st_mtime
     except OSError:
@@ -129,7 +130,7 @@ def _job_folders(root: Root) -> List[str]:
 
 
 def _is_ours(job: Job) -> bool:
-    """Whether a launch made the folder, or began to."""
+    """Whether a launch created the folder, or began to."""
     return os.path.exists(job.lock) or os.path.exists(job.record)
 
 
@@ -148,7 +149,7 @@ def _job(job: Job, size: int, now: float, live: "_Live") -> JobItem:
 
 
 def _believed(job: Job) -> Optional[Status]:
-    """None where only a person can tell."""
+    """The job's state; None if it cannot be determined."""
     try:
         status = judge(job)
     except OSError:
@@ -188,7 +189,7 @@ def _words(text: bytes) -> FrozenSet[str]:
 
 
 def _read_trees(root: Root) -> Iterator[Tuple[str, List[Entry]]]:
-    """The trees that can be read; a damaged one is of no use to anybody."""
+    """The trees that can be read; a damaged one is useless."""
     for name, path in _children(root.trees, _TREE):
         try:
             yield name, load_entries(_text(path))
@@ -233,22 +234,22 @@ def _envs(root: Root) -> List[Tuple[str, str]]:
 
 
 def _caches(root: Root) -> List[Tuple[str, str]]:
-    """What trainers have compiled, under its path in the caches' folder; each start of one touches what it uses. A link
-    is its user's, and leads to what may serve others too."""
+    """The folders of compiled code, under their path in the cache folder; each start of a trainer touches those that it
+    uses. A link belongs to the user, and its target may serve others too, so it is left out."""
     compiled = _children(os.path.join(root.cache, "compile"), _COMPILED)
     found = [("compile/" + name, path) for name, path in compiled] + _children(root.cache, _BYTECODE)
     return [(name, path) for name, path in found if not os.path.islink(path)]
 
 
 def _leftovers(root: Root) -> List[str]:
-    """What was not finished, or not removed to the end."""
+    """Files whose creation or removal was not finished."""
     where = (root.jobs, root.data, root.envs, root.agents, root.cache, os.path.join(root.cache, "compile"))
     beside = (found for folder in (*where, os.path.join(root.path, "store")) for found in _children(folder, _GONE))
     return [path for _, path in (*_children(root.tmp, _TMP), *beside)] + _bytecode_of_former_jobs(root)
 
 
 def _bytecode_of_former_jobs(root: Root) -> List[str]:
-    """What trainers' Python has kept for the code of jobs that are no more, below its path in the bytecode's folder."""
+    """The bytecode of removed jobs' code, which Python keeps below the code's path in the bytecode folder."""
     found: List[str] = []
     for _, folder in _children(root.cache, _BYTECODE):
         for path in sorted({root.jobs, os.path.realpath(root.jobs)}):
@@ -264,7 +265,7 @@ def _agent(name: str, path: str, size: int, now: float, live: "_Live") -> Thing:
 
 
 class _Live(NamedTuple):
-    """What this user's processes say of themselves."""
+    """What the command lines and environments of this user's processes name."""
 
     words: FrozenSet[str]  # of their command lines
     jobs: FrozenSet[str]  # ids of jobs of which a process runs

@@ -1,6 +1,6 @@
-"""What a collection tells whoever asked for it.
+"""The report of `gc` to the client.
 
-Stdlib only, Python 3.8: both ends use it.
+Stdlib only, Python 3.8: both sides use it.
 """
 
 from typing import NamedTuple, Optional, Tuple
@@ -16,35 +16,35 @@ class GoneJob(NamedTuple):
     ended_s: Optional[float] = None
     """Seconds since it ended."""
     unfetched: Optional[Stays] = None
-    """What nobody has brought home of it; None where nobody has looked."""
+    """The job's files that were never copied to a client; None if this was not checked."""
 
 
 class GoneThings(NamedTuple):
-    """Whatever else goes, of one kind."""
+    """The removed objects of one kind."""
 
     kind: str
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
     size_bytes: int
     oldest_s: float
-    """Seconds since the oldest was touched."""
+    """Seconds since the oldest object was touched."""
 
 
 class KeptJobs(NamedTuple):
     what: str
-    """Why."""
+    """Why they stay."""
     count: int  # type: ignore[assignment]
     size_bytes: int
     oldest_s: Optional[float] = None
 
 
 class GcReport(NamedTuple):
-    """What goes or went, why other jobs stay, and how much room there is now."""
+    """What is or would be removed, why other jobs stay, and the free space."""
 
     jobs: Tuple[GoneJob, ...]
     rest: Tuple[GoneThings, ...]
     total_bytes: int
     kept_jobs: Tuple[KeptJobs, ...]
     remaining: Tuple[str, ...]
-    """What could not be removed."""
+    """Paths that could not be removed."""
     free_bytes: int
     root: str

@@ -1,5 +1,5 @@
-"""A job's GPUs on a host that is shared: claimed before anything is shipped, held while the job lives, waited for in a
-queue without a daemon.
+"""A job's GPUs on a shared host: claimed before any file is sent, held while the job runs, and queued for without a
+daemon.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -38,9 +38,9 @@ _MINE = "mine"
 
 
 def claim_gpus(wanted: Wanted, env: Dict[str, str]) -> Held:
-    """The GPUs that a job asks for, held; with `queue` a ticket when they are not free.
+    """Claims and holds the GPUs that a job requests; with `queue`, a ticket if they are not free.
 
-    AgentError when the host lacks them, or when they are not free, with who has them.
+    Raises AgentError if the host lacks them, or if they are not free, with who has them.
     """
     gpu_view = _read_for(wanted, env)
     if wanted.allow_busy:
@@ -60,7 +60,7 @@ def claim_gpus(wanted: Wanted, env: Dict[str, str]) -> Held:
 
 @contextmanager
 def claimed(wanted: Wanted, env: Dict[str, str]) -> Iterator[Held]:
-    """The same while a supervisor is started, which holds them then by itself."""
+    """The same, until the supervisor that is started in the block holds the claim itself."""
     held = claim_gpus(wanted, env)
     try:
         yield held
@@ -69,13 +69,13 @@ def claimed(wanted: Wanted, env: Dict[str, str]) -> Iterator[Held]:
 
 
 def would_get(wanted: Wanted, env: Dict[str, str]) -> str:
-    """The GPUs that a job would get now, as CUDA_VISIBLE_DEVICES has them; those of `auto:N` though they be busy."""
+    """The GPUs that a job would get now, as CUDA_VISIBLE_DEVICES lists them. For `auto:N` this includes busy GPUs."""
     gpu_view = _read_for(wanted, env)
     return _visible(wanted, _choose_beside(wanted, gpu_view), gpu_view)
 
 
 def report(root: Root, call: "Call") -> None:
-    """The host's GPUs, who holds and uses each, and the queue."""
+    """Sends the host's GPUs, who holds and uses each, and the queue."""
     env = job_environment(dict(os.environ), container_env())
     gpu_view, claims = nvidia.read_gpus([], env, limited=True), read_claims()
     rows = []
@@ -102,13 +102,13 @@ def _read_for(wanted: Wanted, env: Dict[str, str]) -> GpuView:
 
 
 def _of_others(claims: Sequence[Claim], job: str, *, but: str = "") -> List[Claim]:
-    """Without the job's own: a launch that was cut off is done again beside what is left of it."""
+    """The claims without the job's own: an interrupted launch is repeated while its earlier claim may still exist."""
     mine = (job, os.geteuid())
     return [c for c in claims if (c.job, c.uid) != mine or c.file == but]
 
 
 def _devices(gpu_view: GpuView) -> Devices:
-    """Those that are named; of auto:N those that they may come from, empty for all."""
+    """The devices that are named; for auto:N those from which it may choose, empty for all."""
     chosen = gpu_view.usable if gpu_view.limit and not gpu_view.named else gpu_view.named
     return tuple(gpu.device for gpu in chosen)
 
@@ -118,14 +118,14 @@ def _lease(claims: Claims, wanted: Wanted, devices: Devices, gpu_view: GpuView, 
 
 
 def _visible(wanted: Wanted, devices: Sequence[str], gpu_view: GpuView) -> str:
-    """CUDA_VISIBLE_DEVICES: as the plan names them, or the indices that were chosen for it."""
+    """CUDA_VISIBLE_DEVICES: as the plan names the GPUs, or the chosen indices."""
     if not auto_count(wanted.gpus):
         return ",".join(wanted.gpus)
     return ",".join(gpu.label for gpu in gpu_view.known if gpu.device in devices)
 
 
 def _beside(wanted: Wanted, gpu_view: GpuView) -> Held:
-    """A claim that keeps nobody out. It is not worth a refusal when it cannot be made."""
+    """A claim that keeps no other job out. If it cannot be made, the job starts without it."""
     devices = _choose_beside(wanted, gpu_view)
     try:
         with claiming() as claims:
@@ -154,26 +154,26 @@ def _refused(view: QueueView, claims: Sequence[Claim], gpu_view: GpuView) -> Age
     return AgentError("host", refusal(view, time.time()), hint)
 
 
-# --- in the supervisor's hands ----------------------------------------------------------------------------------------
+# --- in the supervisor ------------------------------------------------------------------------------------------------
 
 POLL_S = 1.0
-"""So often a waiting job looks who holds its GPUs."""
+"""Seconds between two reads of the claims by a waiting job."""
 AGAIN_S = 2.0
-"""So long a next supervisor waits for whoever looks and claims: somebody waits for it."""
+"""Seconds for which a new supervisor waits for the lock on the claims: its caller waits for it."""
 GPU_VIEW_S = 10.0
-"""nvidia-smi is asked again so often while leases alone keep a job waiting; before a start it is asked always."""
+"""Seconds between two calls of nvidia-smi while only leases keep a job waiting; it is always called before a start."""
 
 
 class JobGpus:
-    """`look` until it is no longer `waiting`; then `visible` and `stdin` are what the job is started with."""
+    """Call `look` until it is not `waiting` any more; then start the job with `visible` and `stdin`."""
 
     def __init__(self, wanted: Wanted, env: Dict[str, str], handed: Optional[Handed]) -> None:
-        """handed: the claim that the agent made; None for a job whose supervisor was killed, see hold_again, and for
-        one that waited for another job, see claim."""
+        """`handed`: the claim that the agent made. None for a job whose supervisor was killed (see hold_again), and for
+        one that waited for another job (see claim)."""
         self.view: Optional[QueueView] = None
-        """Why it waits."""
+        """Why the job waits."""
         self.given_to = ""
-        """The job that took them while nobody held them."""
+        """The job that claimed the GPUs while nobody held them."""
         self._wanted = wanted
         self._env = env
         self._held = take_over(handed) if handed else None
@@ -195,14 +195,14 @@ class JobGpus:
 
     @property
     def stdin(self) -> int:
-        """For what is started for the job, which torchrun hands on to its ranks: it reads as an empty file, and the
-        GPUs are held as long as one of them lives."""
+        """The stdin for the job's processes, which torchrun passes on to its ranks. It reads as an empty file, and the
+        GPUs are held as long as one of these processes lives."""
         return self._held.fd if self._held is not None and self._held.fd >= 0 else subprocess.DEVNULL
 
     def look(self) -> None:
-        """Takes the GPUs if it is the job's turn. To be called often: it does no more than is due.
+        """Claims the GPUs if it is the job's turn. Call it often: it reads the claims only when it is time to.
 
-        What keeps us from looking (a driver that hangs) is no reason to give up the place.
+        If they cannot be read (for example, a driver hangs), the job keeps its place.
         """
         if self._held is None or time.monotonic() - self._looked_at < POLL_S:
             return
@@ -214,13 +214,13 @@ class JobGpus:
             self.view = (self.view or QueueView())._replace(trouble=e.message)
 
     def claim(self) -> None:
-        """For a job that was launched without them: takes them now, or a place in their queue. AgentError when nobody
-        can tell how they are."""
+        """Claims the GPUs of a job that was launched without a claim, or queues for them. Raises AgentError if the
+        state of the GPUs cannot be read."""
         self._held = claim_gpus(self._wanted._replace(queue=True), self._env)
 
     def hold_again(self, devices: Sequence[str], visible: str) -> None:
-        """For a job whose supervisor was killed: its ranks hold the first claim, and end before it does. Since the last
-        of them ended nobody has held the GPUs, so another job may have them by now: see `given_to`."""
+        """Claims the GPUs again for a job whose supervisor was killed. The first claim ended with its last rank, so
+        another job may hold the GPUs: then `given_to` names that job."""
         if not devices:
             return
         claim = Claim(SHARED if self._wanted.allow_busy else LEASE, self._wanted.job, tuple(devices))
@@ -236,9 +236,9 @@ class JobGpus:
             self._held = Held(claim, visible)  # `keep` tries again
 
     def keep(self) -> None:
-        """Gives the claim its names and words again where somebody took them. To be called often. Where no name is
-        left, the ranks go on holding a file that nobody sees; the new one the supervisor holds, and what it starts from
-        now on."""
+        """Restores the claim's file names and text if they were removed or changed; call it often. If no name is left,
+        a new file is made. The supervisor holds it, and so do processes that it starts later; the running ranks still
+        hold the old file, which has no name."""
         if self._held is None or time.monotonic() < self._keep_again_at:
             return
         try:
@@ -254,7 +254,7 @@ class JobGpus:
             pass  # the next call tries again
 
     def release(self, *, ended: bool = False) -> None:
-        """`ended`: nothing is left of the job."""
+        """`ended`: no process of the job is left."""
         if self._held is not None:
             self._held.release(ended=ended)
 

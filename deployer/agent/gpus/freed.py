@@ -1,5 +1,5 @@
-"""Whether a stopped job's GPUs are free again, as nvidia-smi says: no process of the job, and no memory that nobody
-explains.
+"""Whether a stopped job's GPUs are free again according to nvidia-smi: no process of the job, and no unexplained
+memory.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -15,7 +15,7 @@ from .nvidia import BUSY_MIB, Gpu, Holder
 from .view import GpuHolder
 
 WAIT_S = 5.0
-"""The driver frees a dead process's memory a little later."""
+"""Seconds to wait: the driver frees a dead process's memory a little later."""
 _POLL_S = 0.2
 _DEVICE = re.compile(r"/dev/nvidia\d+\Z")
 
@@ -23,8 +23,8 @@ _DEVICE = re.compile(r"/dev/nvidia\d+\Z")
 def still_held(
     wanted: Sequence[Gpu], using: Sequence[Holder], ours: Collection[int], *, allow_busy: bool = False
 ) -> List[GpuHolder]:
-    """What the job left on its GPUs. `ours` are the pids that it had; with `allow_busy` processes that are not seen
-    here (of another container) may have been there before it."""
+    """What the job left on its GPUs. `ours`: the PIDs that it had. With `allow_busy`, processes that are not visible
+    here (in another container) may have been there before it."""
     held: List[GpuHolder] = []
     for gpu in wanted:
         here = [h for h in using if h.gpu_uuid == gpu.uuid]
@@ -39,9 +39,9 @@ def still_held(
 def wait_until_free(
     names: Sequence[str], env: Dict[str, str], ours: Collection[int], *, allow_busy: bool = False
 ) -> Tuple[Optional[bool], List[GpuHolder]]:
-    """(whether the GPUs of these names are free, what holds them), once they are free or WAIT_S have passed.
+    """(whether these GPUs are free, what holds them), once they are free or WAIT_S have passed.
 
-    None when nobody can tell: whatever nvidia-smi does, the job's verdict must be written.
+    None if it cannot be determined: whatever nvidia-smi does, the job's final status must be written.
     """
     deadline = time.monotonic() + WAIT_S
     while True:
@@ -59,8 +59,8 @@ def wait_until_free(
 
 
 def device_holders(devices: "re.Pattern[str]" = _DEVICE) -> List[GpuHolder]:
-    """The processes that have a GPU's device file open, as far as this user may see; a forked child that only
-    inherited the descriptor is in no list of nvidia-smi, and keeps the memory all the same."""
+    """The processes that have a GPU's device file open, as far as this user may see them. A forked child that only
+    inherited the descriptor is not listed by nvidia-smi, but it keeps the memory."""
     found = []
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         device = _open_device(pid, devices)

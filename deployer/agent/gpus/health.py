@@ -1,4 +1,4 @@
-"""What the driver and the kernel tell of GPUs that are ill: memory errors, Xid messages.
+"""Reads faults of GPUs from the driver and the kernel's log: memory errors, Xid messages.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -14,13 +14,13 @@ from ..host.errors import AgentError
 from . import nvidia
 
 HARDWARE_XIDS = (46, 48, 61, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140)
-"""Those of the card, its link or its firmware; the rest is mostly a program's mistake (NVIDIA, "Xid Errors")."""
+"""Xids of the card, its link or its firmware; the others are mostly a program's mistake (NVIDIA, "Xid Errors")."""
 _PENDING = ("pending_retirement", "pending_blacklist", "remapped_row_pending", "channel_repair_pending")
 _BROKEN = ("remapped_row_failure", "unrepairable_memory")
 
 
 class Card(NamedTuple):
-    """What `nvidia-smi -q` tells of one GPU beyond its memory and processes."""
+    """What `nvidia-smi -q` reports of one GPU, except memory and processes."""
 
     uuid: str
     persistence: bool
@@ -36,7 +36,7 @@ class Report(NamedTuple):
 
 
 def read_report(env: Dict[str, str]) -> Report:
-    """Of every card; an empty one without nvidia-smi. AgentError when it hangs."""
+    """A report of every card; empty without nvidia-smi. Raises AgentError if it hangs."""
     program = shutil.which("nvidia-smi", path=env.get("PATH", os.defpath))
     if program is None:
         return Report("", "", [])
@@ -55,7 +55,7 @@ def read_report(env: Dict[str, str]) -> Report:
 
 
 def parse_report(text: bytes) -> Report:
-    """Of `nvidia-smi -q -x`, whose elements differ between drivers; what is not there counts as fine."""
+    """Parses `nvidia-smi -q -x`, whose elements differ between drivers; a missing one counts as fine."""
     try:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError:
@@ -87,12 +87,12 @@ _XID = re.compile(r"(?:^(?:<\d+>)?\[\s*(\d+\.\d+)\])?.*NVRM: Xid [^:]*\([^)]*\):
 
 
 class Xid(NamedTuple):
-    """A message of the driver about a GPU's error."""
+    """A driver message about a GPU error."""
 
     number: int
     line: str
     boot_s: Optional[float] = None
-    """When, by the kernel's clock, which is the monotonic one but for fractions; None where the log has no times."""
+    """Its time by the kernel's clock, which is nearly the monotonic one; None if the log has no times."""
 
 
 def read_xids(kernel_log: str) -> List[Xid]:
@@ -106,7 +106,7 @@ def read_xids(kernel_log: str) -> List[Xid]:
 
 
 def read_kernel_log() -> Optional[str]:
-    """The kernel's messages as far as it keeps them; None when this user may not read them."""
+    """The kernel's messages that are still stored; None if this user may not read them."""
     import ctypes
 
     read_all, size = 3, 1 << 20

@@ -1,13 +1,13 @@
 """Claims on this host's GPUs, across users: a claim is a file, and holding it is a lock on its descriptor.
 
-Every process that inherits the descriptor holds the claim, so the kernel frees it with the last of them, however it
-ends. A file that nobody holds is stale: its owner's next look removes it. The place (see places.py) is this machine's
-alone, never below a home. One file says who and what (its reading position stands at the end, so a job that has it for
-its stdin reads end of file); the housekeepers of /tmp leave a locked file alone, and would take a second one from
-beside it.
+Every process that inherits the descriptor holds the claim, so the kernel frees it with the last of these processes,
+however it ends. A file that no process holds is stale: its owner's next read of the claims removes it. The folder (see
+places.py) belongs to this machine and is never below a home. One file contains the claim and is also the job's stdin:
+its read position is at the end, so a job reads end of file. Programs that clean /tmp skip a locked file, but would
+delete a second, unlocked file beside it.
 
-Whoever reads a claim may lock its file too, but only to share, which the holder's lock keeps out: what others do to
-the file of an ended job can make it look held, nothing makes a held one look free.
+A reader of a claim may lock its file too, but only with a shared lock, which the holder's lock blocks. So other users
+can make the claim of an ended job look held, but cannot make a held one look free.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -30,20 +30,20 @@ from .places import Place, Places, locked, opened, unusable
 from .view import LEASE, Claim, Handed
 
 MUTEX_S = 10.0
-"""Whoever looks and claims holds the folder for milliseconds; longer than this, somebody hangs."""
+"""Seconds to wait for the folder's lock: a claim holds it for milliseconds, so after this time its holder hangs."""
 MAX_BYTES = 16 << 10
 MAX_NUMBER = 1 << 52
 
 _DEVICE = re.compile(r"GPU-[0-9A-Za-z-]{1,64}(/MIG-[0-9A-Za-z/-]{1,96})?\Z")
 _WRITTEN = ("kind", "job", "devices", "auto", "number")
 _NO_CLAIM = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
-"""What opening says of a name that has gone, a link and a socket."""
+"""The errors of opening a removed name, a link and a socket."""
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Held:
-    """A claim that this process holds by the descriptor `fd`, as does whoever inherits it; -1 for one that could not
-    be made. `visible` is CUDA_VISIBLE_DEVICES for the job of a lease, `names` are its paths."""
+    """A claim that this process holds through the descriptor `fd`, as does every process that inherits it; -1 if the
+    claim could not be made. `visible`: CUDA_VISIBLE_DEVICES for the job of a lease. `names`: the claim's paths."""
 
     def __init__(self, claim: Claim, visible: str, fd: int = -1, names: Sequence[str] = ()) -> None:
         self.claim = claim
@@ -53,13 +53,13 @@ class Held:
         self._mtime_ns = os.fstat(fd).st_mtime_ns if fd >= 0 else 0
 
     def handed(self) -> Handed:
-        """For a process that inherits the descriptor under its number; see take_over."""
+        """The claim for a process that inherits the descriptor under its number; see take_over."""
         return Handed(self.claim, self.visible, self.fd if self.fd >= 0 else None, tuple(self.names))
 
     @property
     def is_lost(self) -> bool:
-        """Whether a name has gone, or leads elsewhere (the folder was removed, renamed, replaced): perhaps nobody sees
-        the claim any more. So it is with one that could not be made."""
+        """Whether a name is gone or leads to another file (the folder was removed, renamed or replaced), so that other
+        processes may not see the claim. Also true for a claim that could not be made."""
         if self.fd < 0:
             return True
         found = os.fstat(self.fd)
@@ -67,12 +67,12 @@ class Held:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the file says something else by now: perhaps nobody takes it for a claim any more. Its size and time
-        do not tell: a disk that fails changes neither."""
+        """Whether the file's text was changed, so that others may not recognise the claim. Size and time are not
+        enough: a failing disk changes neither."""
         return self.fd >= 0 and os.pread(self.fd, MAX_BYTES, 0) != _text(self.claim).encode("ascii")
 
     def write_again(self) -> None:
-        """Says in the file what it said, since when it said it."""
+        """Restores the text and the modification time of the claim's file."""
         text = _text(self.claim).encode("ascii")
         fd = os.open("/proc/self/fd/%d" % self.fd, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -83,8 +83,8 @@ class Held:
             os.close(fd)
 
     def release(self, *, ended: bool = False) -> None:
-        """Lets go; the file goes too, unless another process still holds the claim. `ended`: nothing is left of the
-        job, so a lock that no process of ours has is a stranger's, and no claim."""
+        """Releases the claim, and removes its file unless another process still holds it. `ended`: no process of the
+        job is left, so a lock that none of our processes holds is another user's and no claim."""
         if self.fd < 0:
             return
         found = os.fstat(self.fd)
@@ -95,22 +95,22 @@ class Held:
 
 
 def read_claims() -> List[Claim]:
-    """All claims that somebody holds. Contents are other users' words: bounded, and a lease that
-    makes no sense names no device."""
+    """All claims that are held. Other users write their contents: sizes are limited, and a lease that cannot be parsed
+    names no device."""
     with opened() as places:
         return _read_all(places)
 
 
 @contextmanager
 def claiming(timeout_s: float = MUTEX_S) -> Iterator["Claims"]:
-    """The claims, with the right to add one: nobody else on this host looks and claims meanwhile."""
+    """The claims, with the right to add one: no other process on this host claims at the same time."""
     with opened() as places, locked(places, timeout_s):
         yield Claims(places)
 
 
 def show_again(held: Held) -> Held:
-    """The claim with names that lead to it; a new one where no name is left. No lock is needed: it has been held all
-    the time."""
+    """Restores missing hard links to the claim's file; makes a new claim if none is left. Needs no lock, because the
+    claim is held all the time."""
     with opened() as places:
         if held.fd < 0 or os.fstat(held.fd).st_nlink == 0:
             again = Claims(places).hold(held.claim, held.visible)
@@ -127,7 +127,7 @@ def show_again(held: Held) -> Held:
 
 
 class Claims:
-    """The claims of places that are held; see `claiming`."""
+    """The claims in locked places; see `claiming`."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -136,7 +136,7 @@ class Claims:
         return _read_all(self._places)
 
     def hold(self, claim: Claim, visible: str = "") -> Held:
-        """Makes the claim and holds it. It appears locked, so nobody takes it for a stale one."""
+        """Makes the claim and holds it. The file is already locked when it gets its name, so it never looks stale."""
         try:
             first, *more = self._places.wanted()
             fd, name = _make(first, claim)
@@ -157,7 +157,7 @@ class Claims:
 
 
 def take_over(handed: Handed) -> Held:
-    """A claim that another process handed over with its descriptor; see `Held.handed`."""
+    """The claim that another process passed on with its descriptor; see `Held.handed`."""
     if handed.fd is None:
         return Held(handed.claim, handed.visible)
     os.set_inheritable(handed.fd, False)
@@ -172,7 +172,7 @@ def _text(claim: Claim) -> str:
 
 
 def _make(place: Place, claim: Claim) -> Tuple[int, str]:
-    """A claim's file in a place, locked before anybody else can open it: (descriptor for reading, path)."""
+    """Creates a claim's file in a place, locked before another process can open it: (descriptor for reading, path)."""
     text = _text(claim)
     new, name = "%snew-%s" % (place.prefix, os.urandom(8).hex()), place.name(claim.job)
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=place.fd)
@@ -198,8 +198,8 @@ def _make(place: Place, claim: Claim) -> Tuple[int, str]:
 
 
 def _link(fd: int, place: Place, job: str) -> str:
-    """Gives the open file a name in a place, as far as that can be written to. Where not, its path leads nowhere, and
-    another try is due."""
+    """Makes a hard link to the open file in a place, if that is writable. If it is not, the returned path does not
+    exist, and `keep` tries again."""
     name = place.name(job)
     try:
         os.link("/proc/self/fd/%d" % fd, name, dst_dir_fd=place.fd, follow_symlinks=True)
@@ -241,7 +241,7 @@ def _remove_stale(path: str, found: os.stat_result, *, ended: bool) -> None:
 
 
 def _is_ours_open(found: os.stat_result) -> bool:
-    """Whether a process of ours has the file open, this one apart, or one that hides its files from us could."""
+    """Whether another process of ours has the file open, or could have it but hides its files from us."""
     for pid in os.listdir("/proc"):
         if not pid.isdigit() or int(pid) == os.getpid() or uid_of(int(pid)) != os.getuid():
             continue
@@ -270,8 +270,8 @@ def _read_all(places: Places) -> List[Claim]:
 
 
 def _read(place: Place, name: str) -> Optional[Claim]:
-    """None for a stale claim, which is removed when it is ours, and for any other file. AgentError where that cannot be
-    told: it could be somebody's."""
+    """Reads a claim. None for a stale one, which is removed if it is ours, and for any other file. Raises AgentError if
+    that cannot be determined: it could be a valid claim."""
     try:
         fd = os.open(name, _READ, dir_fd=place.fd)
     except OSError as e:
@@ -297,8 +297,8 @@ def _read(place: Place, name: str) -> Optional[Claim]:
 
 
 def _of_all(place: Place, name: str) -> Claim:
-    """What is held by a file that makes no sense, of a disk that fails or of another version: it may be of any
-    GPU, so it counts for all."""
+    """The claim of a held file that cannot be parsed (a failing disk, or another version): it may be for any GPU, so it
+    counts for all."""
     found = place.claims.match(name)
     return Claim(LEASE, found.group(1) if found else "", ())
 
@@ -314,7 +314,8 @@ def _unreadable(place: Place, name: str, error: OSError) -> AgentError:
 
 
 def _with_lockers(claims: List[Claim]) -> List[Claim]:
-    """With who else has locked the file: once a job has ended, anybody who may read it can, and keeps it in sight."""
+    """The claims with another user's lock on their file: after a job has ended, any user who may read the file can lock
+    it and so keep it visible."""
     holders = lock_holders() if claims else {}
     return [claim._replace(locker=_stranger(holders.get(claim.file, []), claim.uid)) for claim in claims]
 
@@ -328,7 +329,8 @@ def _stranger(pids: Sequence[int], uid: int) -> str:
 
 
 def parse_claim(data: bytes) -> Optional[Claim]:
-    """The claim in a file; None if there is none. The job's name loses what could drive a terminal."""
+    """The claim in a file; None if there is none. Characters that could control a terminal are replaced in the job's
+    name."""
     try:
         kind, job, devices, auto, number, *_ = parse(data, Claim, most=MAX_BYTES)
     except Damage:

@@ -1,4 +1,4 @@
-"""How busy the host's GPUs are now, as nvidia-smi tells.
+"""How busy the host's GPUs are now, according to nvidia-smi.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -14,7 +14,7 @@ MOST_GPUS = 64
 
 
 def read_load(env: Dict[str, str]) -> Tuple[GpuLoad, ...]:
-    """Empty where there is no nvidia-smi. AgentError when it fails or hangs."""
+    """The load of each GPU; empty without nvidia-smi. Raises AgentError if it fails or hangs."""
     text = nvidia.ask(env, "--query-gpu=" + _FIELDS)
     rows = [[cell.strip() for cell in line.split(",")] for line in (text or "").splitlines()]
     # a name may hold commas
@@ -27,5 +27,5 @@ def _is_row(cells: List[str]) -> bool:
 
 
 def _number(cell: str) -> Optional[float]:
-    """None for what the driver does not tell (`[N/A]`)."""
+    """The number; None if the driver does not report it (`[N/A]`)."""
     return float(cell) if re.match(r"[0-9]{1,9}(\.[0-9]{1,9})?\Z", cell) else None

@@ -1,4 +1,4 @@
-"""The host's GPUs and who uses them, as nvidia-smi tells.
+"""The host's GPUs and who uses them, according to nvidia-smi.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -16,7 +16,7 @@ from .view import auto_count
 
 TIMEOUT_S = 10
 BUSY_MIB = 1024
-"""Memory in use, beyond which a GPU counts as busy though no process is seen: it is another container's."""
+"""A GPU with more memory in use counts as busy even without a visible process: one in another container uses it."""
 _GPU_FIELDS = "--query-gpu=index,uuid,name,memory.total,memory.used"
 _APP_FIELDS = "--query-compute-apps=gpu_uuid,pid,used_memory"
 CSV = "--format=csv,noheader,nounits"
@@ -33,12 +33,12 @@ class Gpu(NamedTuple):
 
     @property
     def device(self) -> str:
-        """The name under which it is leased."""
+        """Its name in leases."""
         return "%s/%s" % (self.parent, self.uuid) if self.parent else self.uuid
 
     @property
     def label(self) -> str:
-        """The name under which people speak of it."""
+        """Its name in messages and options."""
         return self.uuid if self.parent else str(self.index)
 
 
@@ -53,13 +53,13 @@ class Holder(NamedTuple):
 
 
 def list_gpus(env: Dict[str, str], *, timeout_s: float = TIMEOUT_S) -> List[Gpu]:
-    """All GPUs; none without nvidia-smi on the environment's PATH. AgentError when nvidia-smi fails or hangs."""
+    """All GPUs; empty without nvidia-smi on the environment's PATH. Raises AgentError if nvidia-smi fails or hangs."""
     query = start_smi(env, _GPU_FIELDS, CSV)
     return _gpus_of(query, timeout_s) if query else []
 
 
 def ask(env: Dict[str, str], fields: str) -> Optional[str]:
-    """What nvidia-smi says of them, a GPU a line; None without nvidia-smi. AgentError when it fails or hangs."""
+    """nvidia-smi's answer, one GPU per line; None without nvidia-smi. Raises AgentError if it fails or hangs."""
     query = start_smi(env, fields, CSV)
     return _finish(query) if query else None
 
@@ -71,9 +71,9 @@ def holders(env: Dict[str, str]) -> List[Holder]:
 
 
 class Limit(NamedTuple):
-    """What a login may use of the host: a scheduler, or an administrator, has set CUDA_VISIBLE_DEVICES for it.
+    """The GPUs that a login may use: a scheduler or an administrator has set CUDA_VISIBLE_DEVICES for it.
 
-    What a cgroup or a container keeps away, nvidia-smi does not show either, and CUDA counts as it does.
+    GPUs that a cgroup or a container excludes are not listed by nvidia-smi either, and CUDA counts in the same way.
     """
 
     text: str
@@ -97,16 +97,16 @@ class GpuView(NamedTuple):
 
     @property
     def known(self) -> List[Gpu]:
-        """The host's, and the slices that the login is limited to."""
+        """The host's GPUs, and the slices to which the login is limited."""
         return [*self.gpus, *(gpu for gpu in (self.limit.gpus if self.limit else ()) if gpu.parent)]
 
     @property
     def usable(self) -> Sequence[Gpu]:
-        """Those that any number may be taken from."""
+        """The GPUs from which auto:N may choose."""
         return [gpu for gpu in (self.limit.gpus if self.limit else self.gpus) if not gpu.fault]
 
     def busy(self) -> Dict[str, str]:
-        """Who computes on a device, in words, for each that is busy."""
+        """Busy device -> who computes on it, as text."""
         users = {gpu.device: users_of(gpu, self.using) for gpu in [*self.gpus, *self.named]}
         return {device: who for device, who in users.items() if who}
 
@@ -114,12 +114,13 @@ class GpuView(NamedTuple):
 def read_gpus(
     requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "--device cpu", limited: bool = False
 ) -> GpuView:
-    """The host's GPUs and those asked for: by index, UUID or the beginning of one, or as auto:N.
+    """The host's GPUs and the requested ones: by index, UUID or the beginning of one, or as auto:N.
 
-    AgentError when the host has not what is asked for, or when one is named twice. `on_cpu` is the option of the job
-    that does without. `limited`: also when CUDA_VISIBLE_DEVICES of the environment leaves out what is asked for.
+    Raises AgentError if the host lacks a requested GPU or one is named twice. `limited`: apply CUDA_VISIBLE_DEVICES of
+    `env`: auto:N chooses only from these GPUs, and a named GPU outside them is an error. `on_cpu`: the option that runs
+    the job without GPUs, for the hint.
     """
-    # both at once: without persistence mode each takes about a second
+    # both at the same time: without persistence mode each takes about a second
     of_gpus = start_smi(env, _GPU_FIELDS, CSV)
     try:
         of_apps = start_smi(env, _APP_FIELDS, CSV)
@@ -165,7 +166,7 @@ def read_gpus(
 
 
 def read_limit(env: Dict[str, str], gpus: Sequence[Gpu]) -> Optional[Limit]:
-    """What CUDA_VISIBLE_DEVICES lets through, as CUDA reads it: up to the first entry that is no GPU here. None where
+    """The GPUs in CUDA_VISIBLE_DEVICES, as CUDA reads it: up to the first entry that is not a GPU of this host. None if
     it is not set."""
     text = env.get("CUDA_VISIBLE_DEVICES")
     if text is None or text.strip() == "all":
@@ -191,7 +192,7 @@ def _too_few(gpu_view: GpuView, count: int) -> str:
 
 
 def _hint_of_count(requested: Sequence[str]) -> str:
-    """For who may have meant a number of GPUs, as other tools' --gpus does."""
+    """A hint for a user who may have meant a number of GPUs, as other tools' --gpus does."""
     alone = requested[0] if len(requested) == 1 else ""
     if not re.match(r"[1-9][0-9]?\Z", alone):
         return ""
@@ -232,7 +233,7 @@ def _machine() -> str:
 
 
 def users_of(gpu: Gpu, using: Sequence[Holder], *, memory: bool = True) -> str:
-    """Who is on a GPU, in words, with the memory in use; "" when it is free."""
+    """Who uses a GPU, as text, with the memory in use; "" if it is free."""
     here = [h for h in using if h.gpu_uuid == gpu.uuid]
     if here:
         owner = {h.pid: "" if h.user == "?" else " of " + h.user for h in here}
@@ -268,7 +269,7 @@ def start_smi(env: Dict[str, str], *arguments: str) -> "Optional[subprocess.Pope
 
 
 def _gpus_of(query: "subprocess.Popen[str]", timeout_s: float = TIMEOUT_S) -> List[Gpu]:
-    """Those that answer, also where nvidia-smi fails for one that does not."""
+    """The GPUs that answer, even if nvidia-smi fails for another one."""
     output, failure = _output(query, timeout_s)
     gpus = _parse_gpus(output)
     if failure and not gpus:
@@ -310,8 +311,8 @@ def _parse_gpus(text: str) -> List[Gpu]:
 
 
 def _fault(cells: Sequence[str]) -> str:
-    """What stands in the place of the memory of a GPU that does not answer: `[GPU is lost]`, `[GPU requires reset]`,
-    `[Unknown Error]`. That a driver does not tell it (`[N/A]`) is none."""
+    """The text in place of the memory of a GPU that does not answer: `[GPU is lost]`, `[GPU requires reset]`, `[Unknown
+    Error]`. A value that the driver does not report (`[N/A]`) is not a fault."""
     return next((cell for cell in cells if re.search(r"lost|reset|err", cell, re.IGNORECASE)), "")[:100]
 
 
@@ -322,7 +323,7 @@ def _parse_holders(text: str) -> List[Holder]:
 
 
 def _number(cell: str) -> int:
-    """MiB; 0 for what the driver does not tell ("[N/A]")."""
+    """MiB; 0 if the driver does not report it ("[N/A]")."""
     return int(cell) if _is_number(cell) else 0
 
 

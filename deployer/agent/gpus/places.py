@@ -1,9 +1,9 @@
-"""Where claims on GPUs lie, and what other accounts can do to that place.
+"""The folders of GPU claims, and protection against other accounts there.
 
-A folder that everybody may write to, made by whoever comes first. Its owner alone (and root) can take another's names
-out of it, or put another folder in its place. So where it is a foreign account's, a claim is first of all a file beside
-the folder, in /tmp, which is root's and sticky: only who made a name there can take it away. The folder has a second
-name of it, for agents from before. Whoever looks reads both; whoever claims locks both.
+Every account may write to the lease folder, which the first user creates. Only its owner and root can remove another's
+names in it, or replace the folder. So if another account owns it, a claim is first a file beside the folder, in /tmp.
+/tmp belongs to root and is sticky: only the creator of a name can remove it. The folder gets a second name of the file,
+for older agents. A reader reads both places; a process that claims locks both.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -27,9 +27,11 @@ from ..host.processes import command_of, uid_of, user_name
 FOLDER = "/tmp/.torchferry-leases"
 FOLDER_ENV = "TORCHFERRY_LEASE_DIR"
 MAX_ENTRIES = 1000000
-"""Names of any kind in one place: listing them takes a second. Beyond that nobody can say that he has seen all."""
+"""Maximum number of names of any kind in one place; listing them takes a second. With more, no process can be sure to
+have seen all claims."""
 MAX_OF_ONE = 1000
-"""Names of claims of one other account: each is opened. No account has so many jobs on one machine."""
+"""Maximum number of claims of one other account, because each is opened. No account has this many jobs on one
+machine."""
 _TRIES, _TRY_S = 20, 0.005
 _UNSEEN = "a process that this login cannot see"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -45,31 +47,30 @@ class Place(NamedTuple):
 
     @property
     def claims(self) -> "re.Pattern[str]":
-        """The names of claims."""
         return re.compile(re.escape(self.prefix) + LEASE_NAME)
 
 
 class Places:
-    """The open places: the folder, and what is beside it as far as that is safe."""
+    """The open places: the folder, and the folder above it if that is safe."""
 
     def __init__(self, folder: Place, beside: List[Place]) -> None:
         self.folder = folder
         self.all = [*beside, folder]
         self.owner = os.fstat(folder.fd).st_uid
-        """Whose the folder is."""
+        """The folder's owner."""
         self.foreign = self.owner not in (0, os.geteuid())
         same_disk = all(os.fstat(place.fd).st_dev == os.fstat(folder.fd).st_dev for place in beside)
         writable = all(os.access(place.path, os.W_OK | os.X_OK) for place in beside)
         self.guarded = bool(beside) and self.foreign and same_disk and writable
-        """Whether a claim gets a name beside the folder, from where nobody else can take it."""
+        """Whether a claim gets a name beside the folder, which no other account can remove."""
 
     def wanted(self) -> List[Place]:
-        """Where a claim has a name. It is made in the first of them."""
+        """The places where a claim has a name; it is created in the first one."""
         return self.all if self.guarded else [self.folder]
 
     def candidates(self, *, most: int = MAX_ENTRIES) -> List[Tuple[Place, str]]:
-        """Every name that may be a claim's. AgentError, with whose they are, for more than one can look at: a real
-        claim could be among those that are left."""
+        """Every name that may be a claim. Raises AgentError, with the owner of the files, if there are too many to
+        read: a real claim could be among the others."""
         found, of = [], Counter()  # type: List[Tuple[Place, str]], Counter[int]
         for place in self.all:
             try:
@@ -86,7 +87,8 @@ class Places:
         return found
 
     def refused(self, error: OSError) -> AgentError:
-        """Why a place cannot be read or written, with who is in the way: its owner, or who fills it."""
+        """The error for a place that cannot be read or written, with the user who causes it: its owner, or the one who
+        fills it."""
         why = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             crowd = "; ".join("%s has %s" % (place.path, _crowd(place, MAX_ENTRIES)) for place in self.all)
@@ -96,7 +98,8 @@ class Places:
 
 @contextmanager
 def opened() -> Iterator[Places]:
-    """The places; the folder is made if need be. AgentError for what cannot be one, and whose it is."""
+    """Opens the places, and creates the folder if needed. Raises AgentError if the folder is not usable, with its
+    owner."""
     path = folder_path()
     fds = []  # type: List[int]
     try:
@@ -116,8 +119,8 @@ def opened() -> Iterator[Places]:
 
 @contextmanager
 def locked(places: Places, timeout_s: float) -> Iterator[None]:
-    """Nobody else looks and claims meanwhile. The folder alone would do among agents from before; a foreign owner can
-    put another in its place."""
+    """Locks all places, so that no other process claims at the same time. Older agents lock the folder alone, but its
+    owner, another account, could replace it."""
     deadline = time.monotonic() + timeout_s
     try:
         for place in places.all:
@@ -136,7 +139,7 @@ def folder_path() -> str:
 
 
 def exposed() -> str:
-    """Who could hide the claims made here, and what helps; "" when nobody can."""
+    """Which account could hide claims made here; "" if none can."""
     with opened() as places:
         if not places.foreign or places.guarded:
             return ""
@@ -147,7 +150,7 @@ def exposed() -> str:
 
 
 def _open_above(path: str) -> int:
-    """The folder above, when nobody but its maker (and root) can take a name out of it; -1 otherwise."""
+    """Opens the folder above if only its creator (and root) can remove a name in it; -1 otherwise."""
     try:
         fd = os.open(os.path.dirname(path), _FOLDER)
     except OSError:
@@ -181,8 +184,8 @@ def _open_folder(path: str) -> int:
 
 
 def _is_everybodys(folder: int, path: str) -> bool:
-    """Whether the folder lets everybody in, made so where it is ours. Root takes over what is another's: then nobody
-    can take names out of it, nor put another in its place."""
+    """Whether every account may write to the folder. Sets the mode if the folder is ours. Root first takes ownership of
+    another account's folder, so that this account cannot remove files in it or replace it."""
     me, found = os.geteuid(), os.fstat(folder)
     if me == 0 and found.st_uid != 0:
         try:
@@ -217,11 +220,11 @@ def unusable(why: str, hint: str = "") -> AgentError:
     return AgentError("host", what, hint + ", or run beside other jobs with --allow-busy")
 
 
-# --- who is in the way ------------------------------------------------------------------------------------------------
+# --- other accounts' files and locks ----------------------------------------------------------------------------------
 
 
 def _claim_names(place: Place, most: int, of: "Counter[int]") -> Optional[List[str]]:
-    """The names in a place that may be a claim's; None when it has more than `most` names of any kind."""
+    """The names in a place that may be claims; None if it has more than `most` names of any kind."""
     names = []
     is_claim = place.claims.match
     with os.scandir(place.fd) as entries:
@@ -244,7 +247,7 @@ def _is_file(entry: "os.DirEntry[str]", of: "Counter[int]") -> bool:
 
 
 def _crowd(place: Place, most: int) -> str:
-    """Whose files are in a place, the most of them first."""
+    """The owners of the files in a place, the largest number first."""
     of = Counter()  # type: Counter[int]
     with os.scandir(place.fd) as entries:
         for entry in islice(entries, most + 1):

@@ -1,4 +1,4 @@
-"""Which job gets which GPUs: pure. First in, first out, and nobody passes one who waits for the same GPU.
+"""Which job gets which GPUs: pure functions. First in, first out, and no job passes one that waits for the same GPU.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -21,20 +21,20 @@ def any_overlap(device: str, others: Sequence[str]) -> bool:
 
 
 def holds(lease: Claim, device: str) -> bool:
-    """Whether a lease keeps others out of a device; one that cannot be read could be of any."""
+    """Whether a lease keeps other jobs from a device. A lease that cannot be read could be for any device."""
     return not lease.devices or any_overlap(device, lease.devices)
 
 
 def queue_of(claims: Sequence[Claim]) -> List[Claim]:
-    """The tickets, first the one whose turn is next."""
+    """The tickets in the order of their turns."""
     return sorted((c for c in claims if c.kind == TICKET), key=lambda c: (c.number, c.since, c.file))
 
 
 def grant(claims: Sequence[Claim], gpus: Sequence[Gpu], busy: Collection[str]) -> Dict[str, Devices]:
     """The tickets (by file) that may start now, each with its devices.
 
-    `gpus`: all that are known, slices among them. Free is what no lease names and nobody computes on. A ticket that
-    cannot start keeps the later ones from what it waits for: from all GPUs when it takes any.
+    `gpus`: all known ones, including slices. A GPU is free if no lease names it and no process computes on it. A ticket
+    that cannot start blocks the GPUs that it waits for: later tickets do not get them. A ticket for any GPU blocks all.
     """
     leases = [claim for claim in claims if claim.kind == LEASE]
     everything = [gpu.device for gpu in gpus]
@@ -58,13 +58,14 @@ def _choose(ticket: Claim, gpus: Sequence[Gpu], taken: Sequence[str], busy: Coll
 
 
 def freest(gpus: Sequence[Gpu], count: int, avoid: Sequence[str]) -> Devices:
-    """`count` GPUs in the order of their index: those not to `avoid` first, then by memory in use, then by index."""
+    """`count` GPUs in the order of their index: chosen first among those not in `avoid`, then by least memory in use,
+    then by index."""
     ranked = sorted(gpus, key=lambda g: (any_overlap(g.device, avoid), g.memory_used_mib, g.index))
     return tuple(gpu.device for gpu in sorted(ranked[:count], key=lambda g: g.index))
 
 
 def _pool(ticket: Claim, gpus: Sequence[Gpu]) -> List[Gpu]:
-    """What a ticket that takes any number may take them from: its devices where its login is limited to some."""
+    """The GPUs from which a ticket for any GPU may choose: its devices if its login is limited to some."""
     if ticket.devices:
         return [gpu for gpu in gpus if gpu.device in ticket.devices]
     return [gpu for gpu in gpus if not (gpu.parent or gpu.fault)]
@@ -74,13 +75,11 @@ def _waits_for(ticket: Claim, gpus: Sequence[Gpu]) -> Devices:
     return tuple(gpu.device for gpu in _pool(ticket, gpus)) if ticket.auto else ticket.devices
 
 
-# --- who holds what, in words -----------------------------------------------------------------------------------------
+# --- as text ----------------------------------------------------------------------------------------------------------
 
 
 def queue_view(ticket: Claim, claims: Sequence[Claim], gpu_view: GpuView, *, memory: bool = True) -> QueueView:
-    """Why a ticket waits.
-
-    memory: with the MiB of processes, which change all the time."""
+    """Why a ticket waits. `memory`: with the MiB of processes, which change all the time."""
     tickets = queue_of(claims)
     wanted = _waits_for(ticket, gpu_view.known)
     before = [t for t in tickets[: _place(ticket, tickets)] if _shares(_waits_for(t, gpu_view.known), wanted)]
@@ -113,7 +112,7 @@ def _block(gpu: Gpu, claims: Sequence[Claim], gpu_view: GpuView, memory: bool) -
 
 
 def refusal(view: QueueView, now: float) -> str:
-    """Why a job that does not queue gets no GPUs."""
+    """Why a job without --queue gets no GPUs."""
     reasons = [_held_text(block, now) for block in view.held]
     waiting = ", ".join("job %s of user %s" % waiter for waiter in view.before)
     if waiting:
@@ -123,7 +122,7 @@ def refusal(view: QueueView, now: float) -> str:
 
 
 def queue_line(view: QueueView, now: float) -> str:
-    """The place of a queued job, in one line."""
+    """The state of a queued job, in one line."""
     parts = ["position %s" % (view.position or "?")]
     parts += [_held_text(block, now) for block in view.held]
     before = ["%s of %s" % waiter for waiter in view.before]
@@ -144,7 +143,7 @@ def _held_text(block: Block, now: float) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """A duration for the eye: 42s, 7m, 3h, 2d."""
+    """A duration as text: 42s, 7m, 3h, 2d."""
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:
             return "%.0f%s" % (seconds / length, unit)

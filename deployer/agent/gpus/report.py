@@ -1,6 +1,6 @@
 """All of a host's GPUs, as `gpus` shows them: who holds, uses and waits for each.
 
-Stdlib only, Python 3.8: both ends use it.
+Stdlib only, Python 3.8: both sides use it.
 """
 
 from typing import NamedTuple, Optional, Tuple
@@ -9,7 +9,7 @@ from .nvidia import Holder
 
 
 class GpuClaim(NamedTuple):
-    """A lease, as it stands beside a GPU."""
+    """A lease of a GPU."""
 
     job: str
     user: str
@@ -29,14 +29,12 @@ class GpuRow(NamedTuple):
     memory_used_mib: int
     parent: str = ""
     fault: str = ""
-    """What nvidia-smi says in the place of its memory, of one that does not answer."""
+    """nvidia-smi's text in place of the memory, if the GPU does not answer."""
     held: Tuple[GpuClaim, ...] = ()
     processes: Tuple[Holder, ...] = ()
 
 
 class GpuTicket(NamedTuple):
-    """A job in the queue."""
-
     job: str
     user: str
     since: float
@@ -44,7 +42,7 @@ class GpuTicket(NamedTuple):
 
 
 class GpuLimit(NamedTuple):
-    """What CUDA_VISIBLE_DEVICES of the login lets jobs use: indices, and UUIDs of slices."""
+    """The GPUs that CUDA_VISIBLE_DEVICES of the login leaves to jobs: indices, and UUIDs of slices."""
 
     text: str
     gpus: Tuple[str, ...]

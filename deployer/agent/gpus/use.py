@@ -1,4 +1,4 @@
-"""How much each GPU is used, as nvidia-smi tells: asked without waiting for it, by who has other things to do.
+"""The utilization of each GPU according to nvidia-smi, read in the background.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -15,7 +15,7 @@ _MOST_BYTES = 1 << 20
 
 
 class Use(NamedTuple):
-    """`percent` is None for what the driver does not tell, as of a GPU in MIG mode."""
+    """`percent`: None if the driver does not report it, for example for a GPU in MIG mode."""
 
     label: str
     uuid: str
@@ -32,12 +32,13 @@ def _percent(cell: str) -> Optional[int]:
 
 
 class Question:
-    """One question to nvidia-smi, whose process is none of the job's."""
+    """One nvidia-smi query that runs in the background. Its process is not marked as the job's, so a sweep does not end
+    it."""
 
     def __init__(self, env: Dict[str, str]) -> None:
-        """AgentError where it cannot be started."""
+        """Raises AgentError if nvidia-smi cannot be started."""
         own = {name: value for name, value in env.items() if name != SUPERVISOR_ENV}
-        # by its mark it is no job's, so no sweep of one ends it or counts it
+        # its mark says that it belongs to no job, so no sweep ends or counts it
         self._program = start_smi({**own, RUN_DIR_ENV: os.devnull}, _FIELDS, CSV)
         self._text = b""
         self._until = time.monotonic() + TIMEOUT_S
@@ -50,7 +51,7 @@ class Question:
         return self._program is not None
 
     def answer(self) -> Optional[List[Use]]:
-        """None as long as there is no answer; empty for one that came to nothing."""
+        """None until there is an answer; empty if the query failed."""
         if self._program is None or self._program.stdout is None:
             return []
         try:
@@ -67,7 +68,7 @@ class Question:
         return parse_use(self._text.decode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Lets go of it, whatever it does."""
+        """Kills the nvidia-smi process if it still runs."""
         program, self._program = self._program, None
         if program is not None and program.stdout is not None:
             program.kill()  # of one that has ended nothing

@@ -1,6 +1,7 @@
-"""What is said of GPUs: what a job wants, what it holds, why it waits, and what still holds those of a stopped one.
+"""The data about GPUs in requests and answers: what a job requests, what it holds, why it waits, and what still holds
+the GPUs of a stopped job.
 
-Stdlib only, Python 3.8: both ends use it, and a job without GPUs loads nothing else of this folder.
+Stdlib only, Python 3.8: both sides use it, and a job without GPUs loads no other module of this folder.
 """
 
 import re
@@ -18,27 +19,27 @@ _AUTO = re.compile(r"auto:(\d{1,3})\Z")
 
 
 def auto_count(requested: Sequence[str]) -> int:
-    """How many GPUs `auto:N` asks for; 0 for GPUs that are named."""
+    """How many GPUs `auto:N` requests; 0 if GPUs are named."""
     matches = [_AUTO.match(text) for text in requested]
     return int(matches[0].group(1)) if len(matches) == 1 and matches[0] else 0
 
 
 class Wanted(NamedTuple):
-    """What a job asks for on this host."""
+    """The GPUs that a job requests on this host."""
 
     job: str
     gpus: Tuple[str, ...]
     """Indices or UUIDs, or one auto:N."""
     queue: bool = False
-    """Wait for them."""
+    """Queue for them."""
     allow_busy: bool = False
-    """Take them though others use them."""
+    """Take them even if others use them."""
     on_cpu: str = "--device cpu"
-    """The option of the job that does without."""
+    """The option that runs the job without GPUs."""
 
 
 class GpuLoad(NamedTuple):
-    """What a GPU does now; None for what its driver does not tell."""
+    """The current load of a GPU; None for a value that its driver does not report."""
 
     label: str
     name: str = ""
@@ -51,7 +52,7 @@ class GpuLoad(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What one job holds, or waits for."""
+    """The GPUs that a job holds or waits for."""
 
     kind: ClaimKind  # shared: beside others, it keeps nobody out; ticket: a place in the queue
     job: str
@@ -70,18 +71,18 @@ class Claim(NamedTuple):
 
 
 class Handed(NamedTuple):
-    """A claim on its way to a process that inherits its descriptor."""
+    """A claim for a process that inherits its descriptor."""
 
     claim: Claim
     visible: str
-    """Of a lease: CUDA_VISIBLE_DEVICES for the job."""
+    """CUDA_VISIBLE_DEVICES for the job, if the claim is a lease."""
     fd: Optional[int] = None
-    """None for one that could not be made; it keeps nobody out."""
+    """None for a claim that could not be made; it keeps no other job out."""
     names: Tuple[str, ...] = ()
 
 
 class Block(NamedTuple):
-    """A GPU that is not free: by whose job it is held, or else which processes are using it."""
+    """A GPU that is not free: the job that holds it, or else the processes that use it."""
 
     gpu: str
     job: str = ""
@@ -89,33 +90,31 @@ class Block(NamedTuple):
     since: float = 0.0
     """Unix time."""
     locker: str = ""
-    """Who locks the lease, where that is not the job's user."""
+    """Who locks the lease, if it is not the job's user."""
     using: str = ""
     is_unread: bool = False
     """Its lease cannot be read, so it counts for every GPU."""
 
 
 class Waiter(NamedTuple):
-    """A job in the queue."""
-
     job: str
     user: str
 
 
 class QueueView(NamedTuple):
-    """Where a job stands in the queue, what holds each GPU that it wants, and which jobs come before it."""
+    """A job's place in the queue, what holds each GPU that it requests, and the jobs before it."""
 
     position: int = 0
-    """0 until somebody could look."""
+    """0 until the queue could be read."""
     wants: str = ""
     held: Tuple[Block, ...] = ()
     before: Tuple[Waiter, ...] = ()
     trouble: str = ""
-    """What keeps the host from looking."""
+    """Why the host could not read the queue."""
 
 
 class GpuHolder(NamedTuple):
-    """What still holds a GPU of a stopped job. `pid` is None for memory that no process seen here explains."""
+    """What still holds a GPU of a stopped job. `pid`: None for memory that no visible process explains."""
 
     gpu: int
     pid: Optional[int] = None

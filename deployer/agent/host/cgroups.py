@@ -1,5 +1,5 @@
-"""This process's control groups: what a container or a session may use of its machine, and whether the kernel killed a
-process that took more memory.
+"""This process's control groups: which limits a container or a session has, and whether the kernel killed a process
+that used more memory.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -11,7 +11,7 @@ from typing import Iterator, List, NamedTuple, Optional, Tuple
 from .files import read_text
 
 _UNLIMITED = 1 << 60
-"""Version 1 says "no limit" by a number near 2**63."""
+"""Version 1 writes "no limit" as a number near 2**63."""
 
 
 class Limits(NamedTuple):
@@ -24,7 +24,7 @@ class Limits(NamedTuple):
 
 
 def read_limits(mount: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> Limits:
-    """The tightest limits from this process's groups up to the root, of cgroup version 2 or 1."""
+    """The tightest limits of this process's groups and those above them, of cgroup version 2 or 1."""
     memory: List[int] = []
     cpus: List[float] = []
     pids: List[Tuple[int, int]] = []
@@ -37,7 +37,7 @@ def read_limits(mount: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -
 
 
 def read_refused_forks(mount: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int:
-    """How often a process or thread was not started because of a limit of these groups."""
+    """How often a limit of these groups prevented the start of a process or thread."""
     refused = 0
     for folder in _folders(mount, read_text(own)):
         for line in read_text(os.path.join(folder, "pids.events")).splitlines():
@@ -49,7 +49,7 @@ def read_refused_forks(mount: str = "/sys/fs/cgroup", own: str = "/proc/self/cgr
 def _folders(mount: str, own: str) -> Iterator[str]:
     """Folders of /proc/self/cgroup's groups ("0::/user.slice/x", "4:memory:/docker/y") and of those above them.
 
-    In a container the path may be the host's, which is not seen there; the walk ends at the mount, the container's own.
+    In a container the path may be the host's, which does not exist there; the walk ends at the container's own mount.
     """
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -79,14 +79,15 @@ SAMPLE_S = 5.0
 
 
 class OomKills(NamedTuple):
-    """How many processes the kernel has killed for lack of memory, None where it does not tell."""
+    """How many processes the kernel has killed for lack of memory; None if it does not report it."""
 
     cgroup: Optional[int]  # in this process's control group and below
     host: Optional[int]
 
 
 def has_killed(before: OomKills, after: OomKills) -> bool:
-    """Whether a process was killed between two looks: in the own control group where it counts, else on the host."""
+    """Whether a process was killed between two samples: in the own control group if it counts kills, else on the
+    host."""
     if before.cgroup is not None and after.cgroup is not None:
         return after.cgroup > before.cgroup
     return before.host is not None and after.host is not None and after.host > before.host
@@ -102,8 +103,8 @@ def parse_oom_kill(text: str) -> Optional[int]:
 
 
 def oom_files(proc_self_cgroup: str) -> List[str]:
-    """Where the counter of the own control group may lie, the likeliest first. A container's own group is the root of
-    what it sees, whatever /proc says."""
+    """The paths where the own control group's counter may be, the most likely first. A container's own group is the
+    root of what it sees, whatever /proc contains."""
     files = []
     for line in proc_self_cgroup.splitlines():
         number, _, rest = line.partition(":")
@@ -124,7 +125,8 @@ def read_oom_kills() -> OomKills:
 
 
 class OomWatch:
-    """Knows the counters as they were shortly before now: an old kill of somebody else's must not be taken for ours."""
+    """Keeps the counters of a few seconds ago, so that an older kill of another process is not taken for one of the
+    job's."""
 
     REASON = "the kernel ended it: out of memory"
     HINT = (
@@ -137,7 +139,7 @@ class OomWatch:
         self._next = time.monotonic() + SAMPLE_S
 
     def sample(self) -> None:
-        """Called often while all goes well."""
+        """Call it often while the job runs."""
         if time.monotonic() >= self._next:
             self._samples = [self._samples[1], read_oom_kills()]
             self._next = time.monotonic() + SAMPLE_S

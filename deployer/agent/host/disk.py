@@ -1,4 +1,4 @@
-"""A host's file systems: what holds a path, how much room it has, and what it refused as the error the client shows.
+"""A host's file systems: which one holds a path, its free space, and its errors as the client shows them.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -48,7 +48,7 @@ def read_disk(path: str) -> Disk:
 
 
 def mount_of(path: str, mounts: str) -> Tuple[str, List[str]]:
-    """Type and options of the file system that holds a path; of two mounts at one place the later one counts."""
+    """Type and options of the file system that holds a path; of two mounts at one place, the later one."""
     path, best = os.path.realpath(path), ("", "", "")
     for line in mounts.splitlines():
         _, where, kind, options = line.split()[:4]
@@ -82,13 +82,13 @@ def no_room(path: str, why: str, free: int) -> AgentError:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether there was no room: no space, no inode, or none for this user."""
+    """Whether the disk was full: no space, no inode, or this user's quota."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def room(path: str) -> str:
-    """How much is free where a path lies, and what has run out: `3.2 MB are free on /mnt (ext4), and no inode of 100`.
-    Empty where nobody can tell."""
+    """The free space on a path's disk, and what is used up: `3.2 MB are free on /mnt (ext4), and no inode of 100`.
+    Empty if it cannot be read."""
     try:
         folder = existing_folder(path)
         status = os.statvfs(folder)
@@ -103,7 +103,7 @@ def room(path: str) -> str:
 
 
 def fail(path: str, error: OSError) -> NoReturn:
-    """Raises the AgentError for what a file system refused: which path, why, how much is free where, what to do."""
+    """Raises the AgentError for a refused write: which path, why, the free space there, and what to do."""
     free = room(path)
     raise AgentError(
         "host",

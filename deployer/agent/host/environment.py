@@ -13,9 +13,10 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 
 
 def container_env() -> Dict[str, str]:
-    """What the host's container was started with, of what matters to a job: sshd's sessions do not inherit it.
+    """The variables that matter to a job, of those with which the host's container was started: sshd's sessions do not
+    inherit them.
 
-    Empty when process 1 is another user's.
+    Empty if process 1 belongs to another user.
     """
     try:
         with open("/proc/1/environ", "rb") as f:
@@ -25,13 +26,14 @@ def container_env() -> Dict[str, str]:
 
 
 def parse_container_env(data: bytes) -> Dict[str, str]:
-    """The variables that matter to a job, of a `/proc/PID/environ`."""
+    """The variables that matter to a job, from a `/proc/PID/environ`."""
     pairs = [os.fsdecode(item).partition("=") for item in data.split(b"\0") if b"=" in item]
     return {name: value for name, _, value in pairs if name in _NAMES or name.startswith(_PREFIXES)}
 
 
 def job_environment(session_env: Mapping[str, str], container: Mapping[str, str]) -> Dict[str, str]:
-    """The container's environment under the session's; of the lists of folders, the session's entries come first."""
+    """The container's environment, overridden by the session's. In lists of folders the session's entries come
+    first."""
     merged = {**container, **session_env}
     for name in _LISTS:
         parts = [p for env in (session_env, container) for p in env.get(name, "").split(os.pathsep) if p]
@@ -46,7 +48,7 @@ def is_secret(name: str) -> bool:
 
 
 def hub_folder(env: Mapping[str, str]) -> str:
-    """Hugging Face's cache of models."""
+    """The folder of Hugging Face's model cache."""
     caches = env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     home = env.get("HF_HOME") or os.path.join(caches, "huggingface")
     return env.get("HF_HUB_CACHE") or os.path.join(home, "hub")

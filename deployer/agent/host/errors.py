@@ -1,4 +1,4 @@
-"""What the agent refuses, as data for the client."""
+"""Errors of the agent, as data for the client."""
 
 
 class AgentError(Exception):
@@ -12,7 +12,7 @@ class AgentError(Exception):
 
 
 class SetupFailed(AgentError):
-    """A job's setup command has ended with `code`; 0 where it left no code."""
+    """A job's setup command has ended with `code`; 0 if there is no code."""
 
     def __init__(self, code: int, message: str, hint: str = "") -> None:
         AgentError.__init__(self, "host", message, hint)

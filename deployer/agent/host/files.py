@@ -1,4 +1,4 @@
-"""Files as they are read and written everywhere here: whole or not at all, and gone without a fuss.
+"""Reading, writing and removing files: a write is complete or has no effect, and removing never raises.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -21,7 +21,7 @@ else:
 
 
 def read_text(path: str, size: int = 1 << 20) -> str:
-    """What a file of /proc, /sys or /etc says, "" when there is none to read."""
+    """The content of a file of /proc, /sys or /etc; "" if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as f:
             return f.read(size)
@@ -36,7 +36,7 @@ def read_meminfo() -> Dict[str, int]:
 
 
 def is_name(text: str) -> bool:
-    """Whether a file can be called so: its bytes are this text's UTF-8 with `surrogateescape`, and none is 0."""
+    """Whether this can be a file name: its bytes are this text's UTF-8 with `surrogateescape`, and none is 0."""
     if text.isascii():  # nearly all are
         return "\0" not in text
     try:
@@ -46,19 +46,19 @@ def is_name(text: str) -> bool:
 
 
 def is_path_below(text: str) -> bool:
-    """Whether it can be the path of a file relative to a folder, and stays below that as it is written."""
+    """Whether this can be a file's path relative to a folder that, as written, stays below the folder."""
     return is_name(text) and not any(part in ("", ".", "..") for part in text.split("/"))
 
 
 def read_whole(path: str, most: int) -> bytes:
-    """The first `most` bytes of a regular file. OSError when there is none to read."""
+    """The first `most` bytes of a regular file. Raises OSError if there is no such file."""
     with open_regular(path) as f:
         return f.read(most)
 
 
 def open_to_read(path: str) -> int:
-    """A descriptor of a regular file. OSError when there is none."""
-    # a pipe of that name would keep whoever looks waiting
+    """A descriptor of a regular file. Raises OSError if there is none."""
+    # opening a pipe would block
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -68,7 +68,7 @@ def open_to_read(path: str) -> int:
 
 @contextmanager
 def open_regular(path: str) -> Iterator[BinaryIO]:
-    """A regular file, to read. OSError when there is none."""
+    """Opens a regular file for reading. Raises OSError if there is none."""
     fd = open_to_read(path)
     try:
         with open(fd, "rb", closefd=False) as f:
@@ -78,14 +78,14 @@ def open_regular(path: str) -> Iterator[BinaryIO]:
 
 
 def write_json(path: str, value: Dict[str, Any]) -> None:
-    """Whole or not at all, also through a power cut."""
+    """Writes JSON completely or not at all, also if the power is cut."""
     write_whole(path, json.dumps(value, indent=1).encode("ascii"), sync=True)
     _sync_folder(os.path.dirname(path))
 
 
 def write_whole(path: str, data: bytes, *, sync: bool = False, aside: str = "") -> None:
-    """Nobody ever reads a part of it. sync: the content is on the disk before the name is. aside: where it is written
-    first, unless beside `path`."""
+    """Writes a file so that no process reads a part of it. `sync`: the content reaches the disk before the name.
+    `aside`: the temporary path, if it is not beside `path`."""
     temporary = aside or "%s.%d-%s.tmp" % (path, os.getpid(), os.urandom(4).hex())  # two requests may judge one job
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
@@ -101,7 +101,7 @@ def write_whole(path: str, data: bytes, *, sync: bool = False, aside: str = "") 
 
 
 def put_in_place(temporary: str, path: str) -> None:
-    """Renames a file to `path`. A folder of that name, whose place no file can take, goes aside."""
+    """Renames a file to `path`. A folder with this name, which a file cannot replace, is renamed."""
     try:
         os.replace(temporary, path)
     except IsADirectoryError:
@@ -120,7 +120,7 @@ def _sync_folder(path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """The file is gone afterwards, or cannot be removed."""
+    """Removes the file if that is possible; never raises."""
     try:
         os.unlink(path)
     except OSError:
@@ -128,7 +128,7 @@ def remove(path: str) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """As much of it as can be removed, read-only folders too; of a link the link alone."""
+    """Removes as much of a folder as possible, including read-only folders. Of a link, removes only the link."""
     import shutil  # nine modules that a supervisor, which removes single files alone, starts without
 
     if os.path.islink(folder) or not os.path.isdir(folder):
@@ -142,7 +142,7 @@ def remove_folder(folder: str) -> None:
 
 
 def _let_in(folder: str) -> None:
-    """Lets the user list and change a folder that is theirs; what a link leads to is left as it is."""
+    """Makes the user's own folder readable and writable; does not follow a link."""
     try:
         if not os.path.islink(folder):
             os.chmod(folder, 0o700)

@@ -1,4 +1,4 @@
-"""How all processes of a job are ended: asked, then halted together and killed, whatever they fork meanwhile.
+"""Ends all processes of a job: TERM first, then halts and kills all together, including those that they fork.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -13,20 +13,20 @@ from .marks import is_of_another_job
 from .processes import Process, all_stats, is_running, process_of, send
 
 SETTLE_S = 0.5
-"""How long leftovers of a job that has ended may take to go by themselves before they count as left over."""
+"""Seconds for the remaining processes of an ended job to end before they count as left over."""
 SWEEP_S = 5.0
-"""What a job left running gets so long after TERM; after a stop, what is left of the grace."""
+"""Seconds between TERM and KILL for processes that a job left running; after a stop, the rest of the grace period."""
 KILL_S = 5.0
-"""How long a killed process may take to disappear before it is reported as remaining."""
+"""Seconds for a killed process to disappear before it is reported as remaining."""
 _POLL_S = 0.02
 _HALT_ROUNDS = 20
-"""How often those that were forked meanwhile are looked for before the first is killed."""
+"""How often newly forked processes are searched before the first is killed."""
 _CHILDREN_ROUNDS = 200
 """The same for children of the subreaper, which are found much faster."""
 
 
 class Subreaper(NamedTuple):
-    """The process that all orphans of a job come to."""
+    """The process that becomes the parent of all orphans of a job."""
 
     job: Job
     reap: Callable[[], None]  # takes ended children away
@@ -41,10 +41,11 @@ def end_all(
     subreaper: Optional[Subreaper] = None,
     seen: Collection[Process] = (),
 ) -> Tuple[Set[Process], List[Process]]:
-    """Ends whatever `find` still finds: `settle_s` to go by itself, TERM, `term_s`, KILL. `subreaper`: see `kill_all`.
-    Returns who had to be told, and who remains all the same.
+    """Ends all processes that `find` returns: waits `settle_s`, sends TERM, waits `term_s`, sends KILL. `subreaper`:
+    see `kill_all`. Returns the processes that got a signal and those that remain.
 
-    Who was found once, now or before (`seen`), is the job's until it is gone: with its parents goes what told so.
+    A process that was found once, now or in `seen`, counts as the job's until it has ended, because it cannot be
+    recognised once its parents are gone.
     """
     told: Set[Process] = set()
 
@@ -69,10 +70,11 @@ def end_all(
 
 
 def kill_all(find: Callable[[], List[Process]], *, subreaper: Optional[Subreaper] = None) -> Set[Process]:
-    """Kills what `find` finds, and what that forks meanwhile: all are halted first, and a process group that is wholly
-    theirs hears it as one, so that nobody who is told late can start another. Returns who was told.
+    """Halts and then kills all processes that `find` returns, and those that they fork while this runs. A process group
+    that contains only such processes gets one signal, so that no member can fork in between. Returns the processes that
+    got a signal.
 
-    `subreaper` is given when this process is the job's.
+    `subreaper`: given if this process is the job's subreaper.
     """
     told: Set[Process] = set()
     for _ in range(_HALT_ROUNDS):
@@ -93,10 +95,10 @@ def kill_all(find: Callable[[], List[Process]], *, subreaper: Optional[Subreaper
 
 
 def own_children(subreaper: Optional[Subreaper]) -> List[Process]:
-    """The job's processes among the children of this one, which is its subreaper; none when it is not.
+    """The job's processes among this process's children, if it is the job's subreaper; otherwise empty.
 
-    An orphan that forks and ends over and over comes to its subreaper each time, and is gone again before a look at all
-    processes is over: only the kernel's own word that there is no child proves that it has ended.
+    An orphan that forks and ends repeatedly becomes the subreaper's child each time, and is gone before all processes
+    have been read. Only the kernel's report that there is no child proves that it has ended.
     """
     if subreaper is None:
         return []

@@ -1,4 +1,4 @@
-"""Where everything of Torchferry lies on a host: one class knows the root's folders, one a job's files.
+"""The paths of Torchferry's files on a host: one class for the root's folders, one for a job's files.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -8,7 +8,7 @@ import re
 from typing import Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 FORMAT_VERSION = 1
-"""Of job.json; a newer client drives older jobs."""
+"""The format of job.json; a newer client can use older jobs."""
 
 CHECKPOINT_MARKER = "COMPLETE"  # as in trainer/schema: written last into a checkpoint, removed first
 
@@ -28,13 +28,13 @@ AGENT_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 """This agent's own folder, with `rank.py` at its top: ROOT/agent/HASH/agent on a host."""
 
 LEASE_NAME = r"job-([a-z0-9][a-z0-9._-]{0,79})-[0-9a-f]{16}\.lock\Z"
-"""A pattern of a lease's file name, behind what the folder adds (`gpus/places.py`); its group is the job's id."""
+"""A pattern of a lease's file name after the folder's prefix (`gpus/places.py`); its group is the job's ID."""
 
 JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}\Z")
 
 
 def matching_ids(typed: str, ids: Iterable[str]) -> List[str]:
-    """Those that somebody may mean: the id itself, else all that begin with it, else all that end with it."""
+    """The IDs that a user may mean: the ID itself, else all that begin with the text, else all that end with it."""
     names = [name for name in ids if JOB_ID.match(name)]
     exact = [name for name in names if name == typed]
     return exact or [n for n in names if n.startswith(typed)] or [n for n in names if n.endswith(typed)]
@@ -67,7 +67,7 @@ class Root:
         return Job(os.path.join(self.jobs, job_id))
 
     def all_jobs(self) -> List["Job"]:
-        """Every job folder of this root; what `gc` is removing, and what has no job's name, is none."""
+        """Every job folder of this root, without those that `gc` is removing and those whose name cannot be a job's."""
         try:
             names = os.listdir(self.jobs)
         except OSError:
@@ -98,12 +98,12 @@ class Job:
         self.supervisor_log = os.path.join(path, "control", "supervisor.log")
 
     def logs(self, attempt: int, folder: str = "") -> str:
-        """Folder with prepare.log, launcher.log and rank_N.log, raw bytes. `folder`: of a group of processes, which has
-        a launcher and ranks; the preparation is everybody's."""
+        """Folder with prepare.log, launcher.log and rank_N.log, raw bytes. `folder`: that of a group of processes,
+        which has a launcher and ranks; prepare.log is shared."""
         return self._of_attempt("logs", attempt, folder)
 
     def ranks(self, attempt: int, folder: str = "") -> str:
-        """Folder with rank_N.json: who the rank is, and how it ended."""
+        """Folder with rank_N.json: which process the rank is, and how it ended."""
         return self._of_attempt("ranks", attempt, folder)
 
     def _of_attempt(self, kind: str, attempt: int, folder: str) -> str:
@@ -115,21 +115,21 @@ class Job:
 
 PREPARE_LOG, LAUNCHER_LOG = "prepare.log", "launcher.log"
 TIMES_FILE = "times.jsonl"
-"""Beside the logs: when which byte of them was written."""
+"""A file beside the logs: when each byte of them was written."""
 
 _ROLE = r"(?!node[0-9]|attempt_)[a-z][a-z0-9_-]{0,39}\Z"
 
 
 class GroupName(NamedTuple):
-    """A role's processes on one node, by the folder of their files: None is what it does not name, because the job has
-    one role alone, or the role one node."""
+    """A role's processes on one node, by the folder of their files. None means not named: the job has one role, or the
+    role one node."""
 
     role: Optional[str] = None
     node: Optional[int] = None
 
     @classmethod
     def parse(cls, folder: str) -> "Optional[GroupName]":
-        """None for what is no group's folder."""
+        """The group of a folder; None if it is not a group's folder."""
         parts = folder.split("/") if folder else []
         role = parts.pop(0) if parts and re.match(_ROLE, parts[0]) else None
         node = _number_in(parts.pop(0), "node") if parts else None
@@ -138,7 +138,7 @@ class GroupName(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Below the folder of an attempt: "", `ROLE`, `nodeK` or `ROLE/nodeK`."""
+        """The path below an attempt's folder: "", `ROLE`, `nodeK` or `ROLE/nodeK`."""
         return "/".join(self.words)
 
     @property
@@ -149,7 +149,7 @@ class GroupName(NamedTuple):
         ]
 
     def rank(self, rank: int) -> str:
-        """One of its ranks for the eye: `rank 0`, `server node1 rank 0`."""
+        """The name of one of its ranks for a user: `rank 0`, `server node1 rank 0`."""
         return " ".join([*self.words, "rank %d" % rank])
 
     @property
@@ -162,9 +162,9 @@ ALONE = GroupName()
 
 
 class LogName(NamedTuple):
-    """By which name a reader knows a log: `rank_0.log`, `attempt_2/launcher.log`, `attempt_2/server/node1/rank_0.log`;
-    the first attempt is not named. `rank_0.log~2` is the second file of that name: what came when the first one was
-    cut, or took its place."""
+    """The name by which a reader identifies a log: `rank_0.log`, `attempt_2/launcher.log`,
+    `attempt_2/server/node1/rank_0.log`; the first attempt has no prefix. `rank_0.log~2` is the second file of this
+    name: the content after the first one was truncated or replaced."""
 
     attempt: int
     group: GroupName
@@ -173,7 +173,7 @@ class LogName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Optional[LogName]":
-        """None for what is no log's name."""
+        """The LogName in a text; None if it is not a log's name."""
         folder, _, file = text.rpartition("/")
         top, _, rest = folder.partition("/")
         attempt = _number_in(top, "attempt_")
@@ -191,12 +191,12 @@ class LogName(NamedTuple):
 
     @property
     def rank(self) -> Optional[int]:
-        """None for a log that does not belong to one rank."""
+        """The log's rank; None for a log that does not belong to one rank."""
         return rank_of(self.file, ".log")
 
     @property
     def writer(self) -> str:
-        """Whose it is, for the eye: `rank 0`, `server node1 rank 0`, `server node1 launcher`."""
+        """The process that writes it, for a user: `rank 0`, `server node1 rank 0`, `server node1 launcher`."""
         if self.rank is not None:
             return self.group.rank(self.rank)
         return " ".join([*self.group.words, self.file[: -len(".log")]])
@@ -212,8 +212,8 @@ def rank_of(file: str, end: str) -> Optional[int]:
 
 
 def group_files(top: str) -> List[Tuple[GroupName, str]]:
-    """Every regular file of every group below an attempt's folder of logs or records, in no order; no link is followed
-    below it, and no folder entered that is no group's."""
+    """Every regular file of every group below an attempt's folder of logs or records, unordered. Follows no link below
+    it, and enters only the folders of groups."""
     found: List[Tuple[GroupName, str]] = []
     groups = [ALONE]
     for group in groups:
@@ -231,7 +231,7 @@ def group_files(top: str) -> List[Tuple[GroupName, str]]:
 
 
 def _number_in(name: str, head: str) -> Optional[int]:
-    """N of `headN`, as a number is written."""
+    """N of `headN`, if it is written as a normal number."""
     digits = name[len(head) :]
     is_number = name.startswith(head) and digits.isdecimal() and len(digits) < 10
     return int(digits) if is_number and str(int(digits)) == digits else None

@@ -1,5 +1,5 @@
-"""Locks between processes: on files, folders, a job and the store. The kernel frees them with the last descriptor of
-their holder.
+"""Locks between processes: on files, folders, a job and the store. The kernel frees a lock when its last descriptor is
+closed.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -14,13 +14,14 @@ from .errors import AgentError
 from .layout import Job, Root
 
 COLLECT_WAIT_S = 10.0
-"""How long a collection waits for launches."""
+"""Seconds for which gc waits for launches."""
 LAUNCH_WAIT_S = 60.0
-"""How long a launch waits for a collection, which holds the store for moments; longer than this, it hangs."""
+"""Seconds for which a launch waits for gc, which holds the store only briefly; after this time gc hangs."""
 
 
 def take_lock(fd: int, how: int = fcntl.LOCK_EX, *, wait_s: float = 0.0, poll_s: float = 0.05) -> bool:
-    """False when others hold it for longer than `wait_s`. OSError where there are no locks."""
+    """Takes the lock. Returns False if another process holds it for longer than `wait_s`. Raises OSError if there are
+    no locks here."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -33,7 +34,8 @@ def take_lock(fd: int, how: int = fcntl.LOCK_EX, *, wait_s: float = 0.0, poll_s:
 
 
 def hold(folder: str) -> Optional[int]:
-    """Marks a folder as in use for this process's life; the descriptor that does, None where it cannot."""
+    """Marks a folder as in use while this process lives. Returns the descriptor that does it, or None if that is not
+    possible."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(fd, fcntl.LOCK_SH)
@@ -43,8 +45,8 @@ def hold(folder: str) -> Optional[int]:
 
 
 def is_held(path: str, against: int = fcntl.LOCK_EX) -> bool:
-    """Whether another process's lock on a file or folder keeps off one of the kind `against`, or nobody can tell; what
-    is missing is free."""
+    """Whether another process holds a lock that conflicts with one of kind `against`. True also if that cannot be
+    determined; False if the path does not exist."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -61,8 +63,8 @@ def is_held(path: str, against: int = fcntl.LOCK_EX) -> bool:
 
 @contextmanager
 def locked(job: Job, *, anew: bool = False) -> Iterator[None]:
-    """Holds the job against a launch, a resume or a sweep at the same moment. `anew`: for a launch, which makes its
-    folder; else AgentError where it has none, perhaps since a collection has taken it."""
+    """Holds the job's lock, so that no other launch, resume or sweep runs at the same time. `anew` (a launch): create
+    the job's folder. Otherwise raises AgentError if the folder is gone, for example after gc."""
     fd = _take_lock_of(job, anew)
     try:
         yield
@@ -109,8 +111,8 @@ def _leads_to(path: str, fd: int) -> bool:
 
 @contextmanager
 def store_in_use(root: Root, *, wait_s: float = LAUNCH_WAIT_S) -> Iterator[None]:
-    """Nothing is collected meanwhile; waits for a collection that is under way. A file system without locks is no
-    reason not to launch: nothing can be collected there. AgentError when a collection does not end."""
+    """Keeps gc from running; waits for a gc that is running. Without locks on the file system, the launch goes on,
+    because gc cannot run there. Raises AgentError if gc does not end."""
     fd = _open_store_lock(root)
     try:
         try:
@@ -127,7 +129,7 @@ def store_in_use(root: Root, *, wait_s: float = LAUNCH_WAIT_S) -> Iterator[None]
 
 @contextmanager
 def store_alone(root: Root, *, wait_s: float = COLLECT_WAIT_S) -> Iterator[None]:
-    """No launch finds or copies anything meanwhile. AgentError when launches are at it for longer than `wait_s`."""
+    """Keeps launches from reading or copying stored files. Raises AgentError if launches take longer than `wait_s`."""
     fd = _open_store_lock(root)
     try:
         try:
@@ -151,13 +153,13 @@ def _open_store_lock(root: Root) -> int:
 
 
 def lock_key(found: os.stat_result) -> str:
-    """How /proc/locks names a file."""
+    """The file's name in /proc/locks."""
     return "%02x:%02x:%d" % (os.major(found.st_dev), os.minor(found.st_dev), found.st_ino)
 
 
 def lock_holders() -> Dict[str, List[int]]:
-    """The pids that took each flock which is held, as far as /proc/locks tells. One may have ended since, and left its
-    lock to its children."""
+    """The PIDs that took each held flock, according to /proc/locks. Such a process may have ended and left its lock to
+    its children."""
     holders = {}  # type: Dict[str, List[int]]
     try:
         with open("/proc/locks") as f:

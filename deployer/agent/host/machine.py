@@ -1,4 +1,4 @@
-"""This machine and this boot of it, and who a process is on any of them.
+"""Identifies this machine, its current boot, and a process across machines and boots.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -12,11 +12,11 @@ from .files import read_whole
 from .processes import Process, is_running, process_of
 
 _FOR_GOOD = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EINVAL, errno.EISDIR)
-"""Why a file cannot be read today and tomorrow."""
+"""Errors that do not go away by trying again."""
 
 
 class Identity(NamedTuple):
-    """A process, for good: no other one on any machine is equal to it."""
+    """Identifies a process: no other one on any machine is equal to it."""
 
     machine_id: str
     boot_id: str
@@ -26,7 +26,8 @@ class Identity(NamedTuple):
 
 
 def _read_id(path: str) -> str:
-    """Empty where there is none. AgentError where there may be one: without it this would be another host, or boot."""
+    """Reads an ID; empty if there is none. Raises AgentError if there may be one: without it this would look like
+    another host or boot."""
     try:
         return read_whole(path, 4096).decode("utf-8", "replace").strip()
     except OSError as error:
@@ -44,7 +45,7 @@ def this_machine() -> str:
 
 
 def boot_id() -> str:
-    """Differs after a reboot; empty where the kernel does not tell."""
+    """A text that changes with each boot; empty if the kernel does not provide it."""
     return _read_id("/proc/sys/kernel/random/boot_id")
 
 
@@ -54,7 +55,7 @@ def own_identity() -> Identity:
 
 
 def is_alive(identity: Identity) -> bool:
-    """Whether this very process runs on this host. False for one of another machine or boot."""
+    """Whether this very process runs on this host. False for a process of another machine or boot."""
     return (
         identity.machine_id == this_machine()
         and identity.boot_id == boot_id()

@@ -1,9 +1,9 @@
-"""Which processes are a job's, as /proc tells, whatever the job's files say or lack.
+"""Finds a job's processes in /proc, whatever the job's files contain.
 
-The marks in a process's environment name its job's folder. They are inherited, and a process that dropped them is still
-told by descent from a marked one or from the supervisor (which orphans come to), by a session that a process of the job
-leads, by writing into the job's logs, or by holding its GPUs by the descriptor that the job was started with. A
-process that is marked as another job's is that job's, also where this one launched it.
+The marks in a process's environment name its job's folder, and its children inherit them. A process without marks
+belongs to the job if it descends from a marked one or from the supervisor (the parent of orphans), if a process of the
+job leads its session, if it writes into the job's logs, or if its stdin is the job's lease. A process with another
+job's mark belongs to that job, even if this job launched it.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -20,11 +20,11 @@ _OWN_LOG = re.compile(r"(/.+/jobs/[^/]+)/control/[^/]+\Z")  # a supervisor's
 _LEASE = re.compile(r".*/(?:[^/]*?-)??" + LEASE_NAME)
 _SUPERVISOR_MODULE = b"supervisor.start"
 LOOKS = 5
-"""So often at most one looks for processes that have begun while one looked."""
+"""How often processes that have started during the reading are searched."""
 
 
 class Mark(NamedTuple):
-    """What a process says of itself."""
+    """The marks in a process's environment."""
 
     folder: str  # the job's, where it lies by now
     marked: str  # and where it lay when the process was started
@@ -34,7 +34,7 @@ class Mark(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A job's processes that run: its supervisors (one, but for moments), and all others."""
+    """A job's running processes: its supervisors (usually one), and all others."""
 
     supervisors: List[Process]
     others: List[Process]
@@ -46,7 +46,7 @@ class Found(NamedTuple):
 
 
 class Look:
-    """All processes of this host, as one look saw them."""
+    """A snapshot of all processes of this host."""
 
     def __init__(self) -> None:
         self._stats: Dict[int, Stat] = {}
@@ -56,7 +56,7 @@ class Look:
         self._read_new()
 
     def _read_new(self) -> bool:
-        """Reads the processes that are new since the last call. Returns whether there were any."""
+        """Reads the processes that have started since the last call. Returns whether there were any."""
         listed = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         stats = {pid: read_stat(pid) for pid in listed if pid not in self._stats}
         new = {pid: stat for pid, stat in stats.items() if stat is not None}
@@ -82,7 +82,7 @@ class Look:
             self._holders.setdefault(lease, set()).add(pid)
 
     def of(self, job: Job, *, supervisor: int = 0) -> Found:
-        """The job's processes without this one. `supervisor`: one that is known to be."""
+        """The job's processes without this one. `supervisor`: a process that is known to be one."""
         for _ in range(LOOKS):
             found = self._of(job, supervisor)
             if found.all or not self._read_new():  # one may have ended before it was read, and left what it started
@@ -117,7 +117,8 @@ class Look:
         return sorted(name for name in names if JOB_ID.match(name))
 
     def _holders_of(self, job: Job, folder: str) -> Set[int]:
-        """Those that hold the job's GPUs. A lease names no root: not while a job of this id runs under another one."""
+        """The processes that hold the job's GPUs. A lease does not name a root, so this is empty while a job with this
+        ID runs under another root."""
         same_id = {m.folder for m in self._marks.values() if os.path.basename(m.folder) == job.id}
         leases = [name for name in self._holders if name == job.id] if same_id <= {folder} else []
         return set().union(*(self._holders[name] for name in leases)) - set(self._marks)
@@ -128,15 +129,15 @@ class Look:
 
 
 def job_processes(job: Job, *, supervisor: int = 0) -> List[Process]:
-    """The job's running processes, without this one and its supervisors, and without those of a job that it launched.
+    """The job's running processes, without this one, its supervisors, and those of a job that it launched.
 
-    `supervisor`: a process that is known to be one, 0 for none.
+    `supervisor`: a process that is known to be one; 0: none.
     """
     return Look().of(job, supervisor=supervisor).others
 
 
 def in_group(processes: Iterable[Process], folder: str) -> List[Process]:
-    """Those of a job's processes that are of one of its groups; all are of an only one, which has no folder."""
+    """The processes of one group of a job; if the job has only one group, which has no folder, all."""
     if not folder:
         return list(processes)
     marked = ((process, read_mark(process.pid)) for process in processes)
@@ -144,7 +145,7 @@ def in_group(processes: Iterable[Process], folder: str) -> List[Process]:
 
 
 def is_here(process: Process) -> bool:
-    """Whether it runs under this host's name: containers that share their processes are separate hosts."""
+    """Whether it runs under this host's name: containers that share their processes count as separate hosts."""
     try:
         return os.readlink("/proc/%d/ns/uts" % process.pid) == os.readlink("/proc/self/ns/uts")
     except OSError:
@@ -163,7 +164,7 @@ def supervises(pid: int, job: Job) -> bool:
 
 
 def read_mark(pid: int) -> Optional[Mark]:
-    """None for a process without marks, and for one that is gone or not ours to read."""
+    """A process's marks; None if it has none, is gone, or belongs to another user."""
     env = {name: value for name, _, value in (e.partition(b"=") for e in _read("environ", pid).split(b"\0"))}
     folder, supervised = env.get(os.fsencode(RUN_DIR_ENV)), env.get(os.fsencode(SUPERVISOR_ENV))
     if folder is not None and folder == env.get(os.fsencode(BESIDE_ENV)):  # `exec`, or a shell: the user's own
@@ -184,13 +185,14 @@ def read_mark(pid: int) -> Optional[Mark]:
 
 
 def _writes_into(pid: int, *logs: "Pattern[str]") -> Optional[str]:
-    """The job folder below which stdout or stderr is a log."""
+    """The folder of the job whose log is the process's stdout or stderr."""
     matches = [pattern.match(_target(pid, fd)) for fd in (1, 2) for pattern in logs]
     return next((match.group(1) for match in matches if match), None)
 
 
 def _held_lease(pid: int) -> Optional[str]:
-    """The id of the job whose GPUs this process holds by its stdin. Whoever only reads a lease has not locked it."""
+    """The ID of the job whose GPUs this process holds through its stdin. A process that only reads a lease has not
+    locked it."""
     job_id = leased_by(_target(pid, 0))
     if job_id is None:
         return None
@@ -199,13 +201,13 @@ def _held_lease(pid: int) -> Optional[str]:
 
 
 def leased_by(path: str) -> Optional[str]:
-    """The id of the job whose lease a file is by its name."""
+    """The ID of the job whose lease this file is, according to its name."""
     match = _LEASE.match(path)
     return match.group(1) if match else None
 
 
 def _target(pid: int, fd: int) -> str:
-    """What a descriptor leads to, also when that was deleted."""
+    """The path of an open descriptor, even if it was deleted."""
     try:
         target = os.readlink("/proc/%d/fd/%d" % (pid, fd))
     except OSError:

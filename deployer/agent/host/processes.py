@@ -1,6 +1,6 @@
-"""Processes of this host by pid *and* start time.
+"""Processes of this host by PID *and* start time.
 
-Nothing here signals a bare pid: a pid alone may by now belong to somebody else.
+No signal is sent to a bare PID: it may belong to another process by then.
 Stdlib only, Python 3.8, Linux.
 """
 
@@ -27,7 +27,7 @@ def own_process_argv(module: str, *args: str, options: Sequence[str] = (), nice:
 
 
 def start_copy(body: Callable[[], NoReturn]) -> int:
-    """The pid of a child that is a copy of this process and does `body`, which ends it."""
+    """The PID of a child that is a copy of this process and runs `body`, which ends it."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -51,7 +51,7 @@ class Stat(NamedTuple):
 
 
 def read_stat(pid: int) -> Optional[Stat]:
-    """None when there is no such process. A zombie still has a stat."""
+    """The stat of a process; None if there is no such process. A zombie still has one."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as f:
             text = f.read()
@@ -62,25 +62,25 @@ def read_stat(pid: int) -> Optional[Stat]:
 
 
 def all_stats() -> Dict[int, Stat]:
-    """Every process that is seen here, zombies too."""
+    """Every visible process, including zombies."""
     stats = {int(name): read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
     return {pid: stat for pid, stat in stats.items() if stat is not None}
 
 
 def process_of(pid: int) -> Process:
-    """The process with its start time; 0 when it has gone and been reaped already."""
+    """The process with its start time; 0 if it is gone."""
     stat = read_stat(pid)
     return Process(pid, stat.start_time if stat else 0)
 
 
 def is_running(process: Process) -> bool:
-    """False for an ended process, a zombie, and another process that got the same pid later."""
+    """False for an ended process, a zombie, and another process that got the same PID later."""
     stat = read_stat(process.pid)
     return stat is not None and stat.start_time == process.start_time and stat.state not in "ZXx"
 
 
 def send(process: Process, signum: int, *, group: bool = False) -> bool:
-    """Signals the process if it still is the one meant; with `group` its process group too, when it leads one."""
+    """Sends a signal if this is still the same process; with `group`, also to its process group if it leads one."""
     if not is_running(process):
         return False
     try:
@@ -94,7 +94,7 @@ def send(process: Process, signum: int, *, group: bool = False) -> bool:
 
 
 def command_of(pid: int) -> str:
-    """The command line for a report, at most 200 characters; the bare name when the process hides it."""
+    """The command line for a report, at most 200 characters; only the name if the process hides it."""
     for name in ("cmdline", "comm"):
         try:
             with open("/proc/%d/%s" % (pid, name), "rb") as f:
@@ -107,15 +107,15 @@ def command_of(pid: int) -> str:
 
 
 class Survivor(NamedTuple):
-    """A process that would not go, for a report."""
+    """A process that could not be ended, for a report."""
 
     pid: int
     start_time: int
     cmdline: str = "?"
     state: str = "?"
-    """As in Stat; D for one that the kernel holds in a call."""
+    """As in Stat; D if the kernel blocks it in a call."""
     uid: Optional[int] = None
-    """Of one that became another user's."""
+    """The user, if it became another user's process."""
 
 
 def describe(process: Process) -> Survivor:
@@ -125,13 +125,13 @@ def describe(process: Process) -> Survivor:
 
 
 def still_there(survivors: Sequence[Survivor]) -> List[Process]:
-    """Those that still run. One that became another user's is known by this alone once its parents are gone: its
-    environment is not ours to read."""
+    """Those that still run. A process that became another user's is known only from this list once its parents are
+    gone: we may not read its environment."""
     return [process for process in (Process(s.pid, s.start_time) for s in survivors) if is_running(process)]
 
 
 def user_name(uid: int) -> str:
-    """The account's name; its number when it has none here."""
+    """The account's name, or its number if it has no name here."""
     import pwd
 
     try:
@@ -141,7 +141,7 @@ def user_name(uid: int) -> str:
 
 
 def uid_of(pid: int) -> Optional[int]:
-    """The real user of a process; None when it has gone."""
+    """The real user of a process; None if it is gone."""
     try:
         with open("/proc/%d/status" % pid, "rb") as f:
             return next(int(line.split()[1]) for line in f if line.startswith(b"Uid:"))

@@ -1,10 +1,10 @@
-"""Values at the edges: bytes of a file or a message, and the type that they must have, become a value or a Damage.
+"""Turns the bytes of a file or a message into a typed value, or raises Damage.
 
 A type is a NamedTuple whose fields are of str, bool, int (0 or more), float, Literal, Optional, Union, Tuple[T, ...],
-List, Dict[str, T], Any, and further NamedTuples; nothing is converted. A key that is missing or null takes the field's
-default; one that the type lacks is passed over, unless the reader is `strict`. A NamedTuple made by
-`as_row` is a list of all its fields.
-Stdlib only, Python 3.8: both ends use it.
+List, Dict[str, T], Any, and further NamedTuples; values are not converted. A missing or null key gets the field's
+default. A key that the type does not have is ignored, unless the reader is `strict`. A NamedTuple with `as_row` is
+written as a list of all its fields.
+Stdlib only, Python 3.8: both sides use it.
 """
 
 import json
@@ -34,17 +34,17 @@ T = TypeVar("T")
 
 MAX_BYTES = 4 << 20
 MAX_DEPTH = 32
-"""Of what has no type (Any)."""
+"""Maximum depth of a value without a type (Any)."""
 MAX_INT = (1 << 63) - 1
-"""A time in ns is larger than what a float could tell exactly."""
+"""A time in ns is larger than the whole numbers that a float represents exactly."""
 _AS_ROW = "is_written_as_a_row"
 
 
 class Damage(Exception):
-    """A value that cannot be what it should, in words: what is where, and what was expected there."""
+    """A value does not have its type; as text: which value is where, and what was expected."""
 
     def __init__(self, words: str, *, place: str = "", expected: str = "") -> None:
-        """`words` follow the `place`, where there is one: "is 5, not a text"."""
+        """`words`: the text after the `place`, if there is one: "is 5, not a text"."""
         super().__init__(words, place, expected)
         self.words = words
         self.place = place
@@ -54,30 +54,31 @@ class Damage(Exception):
         return "%s %s" % (self.place, self.words) if self.place else self.words
 
     def within(self, place: str) -> "Damage":
-        """The same, as seen from around that place."""
+        """The same error, with its place inside this outer place."""
         dot = "." if self.place and not self.place.startswith("[") else ""
         words = self.words[3:] if not self.place and self.words.startswith("it is ") else self.words
         return Damage(words, place=place + dot + self.place, expected=self.expected)
 
 
 def as_row(kind: Type[T]) -> Type[T]:
-    """Marks a NamedTuple as one that is written as a list of its fields, in their order."""
+    """Marks a NamedTuple that is written as a list of its fields, in their order."""
     setattr(kind, _AS_ROW, True)
     return kind
 
 
 def parse(data: bytes, kind: Type[T], *, most: int = MAX_BYTES) -> T:
-    """The value that JSON text stands for. Damage when it is none of this type or has more than `most` bytes."""
+    """The value of JSON text. Raises Damage if it does not have this type or is longer than `most` bytes."""
     return from_json(load_json(data, most=most), kind)
 
 
 def read_typed(path: str, kind: Type[T], *, most: int = MAX_BYTES) -> T:
-    """The value in a file. OSError when it cannot be read, Damage when it holds no such value."""
+    """The value in a file. Raises OSError if the file cannot be read, and Damage if the value does not have this
+    type."""
     return parse(read_whole(path, most + 1), kind, most=most)
 
 
 def load_json(data: bytes, *, most: int = MAX_BYTES) -> Any:
-    """JSON text of any type. Damage when it is none, or larger than `most` bytes."""
+    """The value of JSON text of any type. Raises Damage if it is not JSON or is longer than `most` bytes."""
     if len(data) > most:
         raise Damage("it is %d bytes long, not at most %d" % (len(data), most))
     try:
@@ -87,14 +88,14 @@ def load_json(data: bytes, *, most: int = MAX_BYTES) -> Any:
 
 
 def from_json(value: Any, kind: Type[T], *, strict: bool = False) -> T:
-    """The typed value of what JSON text was parsed to. Damage when it is none of this type."""
+    """The typed value of parsed JSON. Raises Damage if it does not have this type."""
     wanted: Any = kind
     parsed: T = _parser(wanted, strict)(value)
     return parsed
 
 
 def to_json(value: Any, *, sparse: bool = False) -> Any:
-    """What `from_json` reads as this value again. sparse: without fields that are at their default."""
+    """The JSON value from which `from_json` makes this value. `sparse`: without fields at their default."""
     if hasattr(value, "_asdict") and not hasattr(value, _AS_ROW):
         defaults = value._field_defaults if sparse else {}
         fields: Dict[str, Any] = value._asdict()

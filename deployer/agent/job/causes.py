@@ -1,4 +1,4 @@
-"""Why an attempt died, as far as this host tells: what the job said last, held against what the host was like then.
+"""Finds why an attempt failed: compares the job's last log lines with the host's state at that time.
 
 Pure. Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -10,11 +10,11 @@ from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
 from .vitals import Limits, Room, Vitals
 
 FULL_BYTES = 1 << 20
-"""With less, a file system counts as full: the last write of some size has failed."""
+"""A file system with less free space counts as full, because the last, larger write failed."""
 MOST = 4
-"""Causes that are told of one death."""
+"""Maximum number of causes that are reported for a failure."""
 LINE = 300
-"""Characters of each."""
+"""Maximum characters of each."""
 
 
 class Cause(NamedTuple):
@@ -23,20 +23,20 @@ class Cause(NamedTuple):
 
 
 class Death(NamedTuple):
-    """An attempt that has failed, and its host before and after. `words`: the job's last lines."""
+    """A failed attempt, and its host before and after. `words`: the job's last log lines."""
 
     words: str
     now: Vitals
     start: Optional[Vitals] = None
-    """None for one that was never started."""
+    """None if the attempt was never started."""
     signal: Optional[int] = None
     oom: bool = False
-    """The kernel has killed a process for lack of memory, and the verdict does not say so yet."""
+    """The kernel has killed a process for lack of memory, and the verdict does not contain this yet."""
     oom_hint: str = ""
 
 
 def find_causes(death: Death) -> Tuple[Cause, ...]:
-    """At most MOST, those first for which the job's words and the host's facts agree."""
+    """At most MOST causes; first those for which the job's log lines and the host's facts agree."""
     found: List[Cause] = []
     for examine in (_disks, _oom, _gpus, _open_files, _processes, _memory, _sizes):
         found += examine(death)
@@ -45,7 +45,7 @@ def find_causes(death: Death) -> Tuple[Cause, ...]:
 
 
 def named_files(words: str) -> Tuple[str, ...]:
-    """The absolute paths in lines that tell of a file system's refusal."""
+    """The absolute paths in lines that report a file system's error."""
     lines = [line for line in words.splitlines() if _NO_ROOM.search(line) or _REFUSED.search(line)]
     paths = ["".join(groups) for line in lines for groups in _PATH.findall(line)]
     return tuple(dict.fromkeys(path for path in paths if len(path) > 1))[:4]
@@ -89,7 +89,7 @@ def _disks(death: Death) -> Iterator[Cause]:
 
 
 def _lack(room: Room) -> str:
-    """What was used up, in words; empty while there is room."""
+    """What was used up, as text; empty if nothing was."""
     least = room.free_bytes if room.least_bytes is None else min(room.least_bytes, room.free_bytes)
     inodes = [n for n in (room.inodes_free, room.least_inodes) if n is not None]
     if room.free_bytes < FULL_BYTES:

@@ -1,4 +1,4 @@
-"""The look at an attempt that has failed: its last words, this host then, and what both together tell.
+"""Analyses a failed attempt from its last log lines and the host's state.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -15,13 +15,13 @@ from .missing import explain_here, find_missing
 from .vitals import Gpus, VitalWatch, read_gpus
 
 WORDS_LINES, WORDS_BYTES = 200, 64 << 10
-"""Of each log that is searched."""
+"""How much of the end of each log is searched."""
 MOST_LOGS = 9
 
 
 class Look:
-    """At the host of one attempt that has failed. `devices`: the GPUs that it holds; `env`: to ask for them with;
-    `python`: what the job asked of its interpreter, and that."""
+    """Analyses one failed attempt on its host. `devices`: the GPUs that it holds; `env`: the environment for
+    nvidia-smi; `python`: the job's requirements for its interpreter, and the interpreter."""
 
     def __init__(
         self, job: Job, number: int, devices: Sequence[str], env: Dict[str, str], python: Tuple[PythonSpec, str]
@@ -35,7 +35,8 @@ class Look:
     def explain(
         self, ending: Ending, watch: VitalWatch, *, memory: Optional[Memory], pids: Sequence[int], started: bool
     ) -> Ending:
-        """The verdict on a failure with its causes, what it missed, and the log that has something to say."""
+        """The verdict on a failure with its causes, the files or modules that it did not find, and the log with most
+        information."""
         logs = spoken_logs(self._job, self._number, ending)
         parts = [tail_of(log_path(self._job, name), WORDS_LINES)[-WORDS_BYTES:] for name in logs[:MOST_LOGS]]
         outcome = read_outcome(self._job)
@@ -70,8 +71,8 @@ class Look:
 
 
 def spoken_logs(job: Job, number: int, ending: Ending) -> List[LogName]:
-    """The logs of an attempt that have a byte, the most telling first: the rank's that failed first, the launcher's,
-    the other ranks', the preparation's. Where a group of processes has failed first, its own alone."""
+    """The logs of an attempt that are not empty, in order of their value: that of the rank that failed first, the
+    launcher's, the other ranks', prepare.log. If a group of processes failed first, only its own."""
 
     def is_ours(name: LogName) -> bool:
         return name.group.folder == ending.first_failing_group or name.file == PREPARE_LOG

@@ -1,4 +1,4 @@
-"""How a job ended: the ranks' records, and pure functions that make one verdict of them and torchrun's last words.
+"""How a job ended: pure functions that make one verdict from the ranks' records and torchrun's last lines.
 
 torchrun exits with 1 whatever a rank returned, so the ranks' own records come first.
 Stdlib only, Python 3.8: this package runs on the host.
@@ -28,7 +28,7 @@ _LIKELY = {
 
 
 class RankRecord(NamedTuple):
-    """What rank.py wrote about one rank. `code` is None while it runs, and for good when its wrapper was killed."""
+    """rank.py's record of one rank. `code`: None while it runs, and also later if its wrapper was killed."""
 
     rank: int
     pid: int
@@ -47,7 +47,7 @@ class RankRecord(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The trainer's outcome.json: what it says itself of how it ended."""
+    """The trainer's outcome.json: how the run ended according to the trainer."""
 
     state: State
     error: str = ""
@@ -59,21 +59,21 @@ class Outcome(NamedTuple):
 
 
 class GroupEnd(NamedTuple):
-    """A group of processes that has ended, as far as its ranks' records do not tell."""
+    """A group of processes that has ended: facts that are not in its ranks' records."""
 
     nproc: int
     group: GroupName = ALONE
     launcher_code: Optional[int] = None
-    """Of the process that the supervisor started; None when nobody saw its end."""
+    """Exit code of the process that the supervisor started; None if no process saw its end."""
     launcher_log: str = ""
     ended_mono_ns: int = 0
-    """When that process was seen to have ended."""
+    """When the supervisor noticed the end of this process."""
     spoken: str = ""
-    """A log of it that has a byte: the launcher's, else a rank's."""
+    """One of its logs that is not empty: the launcher's, else a rank's."""
 
 
 class Memory(NamedTuple):
-    """The kernel has killed for lack of memory: in words, and what to do."""
+    """The kernel has killed a process for lack of memory: the reason and a hint, as text."""
 
     reason: str
     hint: str
@@ -88,14 +88,14 @@ class Ending(NamedTuple):
     hint: str = ""
     first_failing_group: str = ""
     """Its folder; empty for a job's only one."""
-    # what a look at the host adds: see death.py
+    # what the analysis of the failure adds: see death.py
     causes: Tuple[str, ...] = ()
     missing: Tuple[Missing, ...] = ()
     log: Optional[str] = None
 
 
 class Evidence(NamedTuple):
-    """What is known of an attempt whose processes are gone."""
+    """The facts about an attempt whose processes have ended."""
 
     ranks: Sequence[RankRecord]
     groups: Sequence[GroupEnd]
@@ -107,12 +107,12 @@ class Evidence(NamedTuple):
 
 
 def group_ends(status: Status) -> Tuple[GroupEnd, ...]:
-    """The groups of a job of which only its status tells."""
+    """The groups of a job, from its status alone."""
     return tuple(GroupEnd(max(1, group.nproc), group.name) for group in status.groups) or (GroupEnd(1),)
 
 
 def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
-    """The ranks that have started, by role, node and rank; a record that is broken or another job's counts as none."""
+    """The records of started ranks, by role, node and rank; ignores broken ones and those of another job."""
     ranks = []
     for group, file in group_files(job.ranks(attempt)):
         if rank_of(file, ".json") is None:
@@ -127,7 +127,7 @@ def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
 
 
 def read_outcome(job: Job) -> Optional[Outcome]:
-    """None when the trainer has left none, or a broken one."""
+    """The trainer's outcome; None if there is none, or a broken one."""
     try:
         return read_typed(job.outcome, Outcome)
     except (OSError, Damage):
@@ -135,12 +135,12 @@ def read_outcome(job: Job) -> Optional[Outcome]:
 
 
 def exit_code(wait_status: int) -> int:
-    """The shell's code for what waitpid returned: 128 + N for signal N."""
+    """The shell's exit code for a status of waitpid: 128 + N for signal N."""
     return 128 + (wait_status & 0x7F) if wait_status & 0x7F else (wait_status >> 8) & 0xFF
 
 
 def ranks_of(ranks: Sequence[RankRecord], groups: Collection[GroupName]) -> List[RankRecord]:
-    """The records of these groups; all of them are an only group's, whatever folder they lie in."""
+    """The records of these groups. A job's only group has all records, whatever their folder."""
     return [rank for rank in ranks if ALONE in groups or rank.group in groups]
 
 
@@ -160,11 +160,11 @@ def failure_summary(launcher_log: str) -> Optional[Tuple[int, int]]:
 
 
 def decide_ending(known: Evidence) -> Optional[Ending]:
-    """The verdict on a job whose processes are gone. None when neither a rank's record nor a launcher's code nor the
-    trainer tells.
+    """The verdict on a job whose processes have ended. None if no rank record, no launcher code and no outcome shows
+    how it ended.
 
-    A job ends with its main role, when that has ended on all nodes. Up to then the first failure in any group of
-    processes is the job's; what becomes of other roles afterwards, which are ended then, is no matter.
+    A job ends when its main role has ended on all nodes. Until then, the first failure in any group of processes is the
+    job's. Failures of other roles after that do not count, because the supervisor ends those roles.
     """
     if known.stalled is not None:
         return known.stalled
@@ -179,8 +179,8 @@ def decide_ending(known: Evidence) -> Optional[Ending]:
 
 
 def with_outcome(ending: Optional[Ending], outcome: Optional[Outcome]) -> Optional[Ending]:
-    """The verdict with what the trainer's outcome.json adds: the end where nothing else tells it, a stop before the
-    last step of a run that exited 0, and the words for a failure."""
+    """Adds what outcome.json records: the ending if nothing else determines it, `stopped` if a run that exited with 0
+    stopped early, and the error message of a failure."""
     if outcome is None or outcome.state not in ENDINGS:
         return ending
     if ending is None and outcome.state != FAILED:
@@ -193,7 +193,7 @@ def with_outcome(ending: Optional[Ending], outcome: Optional[Outcome]) -> Option
 
 
 def with_oom(ending: Ending, memory: Memory) -> Ending:
-    """The verdict on a rank that the kernel killed for lack of memory; any other one is as it was."""
+    """Adds the reason if the kernel killed the rank for lack of memory; any other verdict stays."""
     if ending.state != FAILED or ending.signal != signal.SIGKILL:
         return ending
     return ending._replace(reason=ending.reason.replace(_MAYBE_OOM, "; " + memory.reason), hint=memory.hint)
@@ -208,13 +208,13 @@ def _main(groups: Sequence[GroupEnd]) -> List[GroupEnd]:
 
 
 def _ended(ranks: Sequence[RankRecord], main: Sequence[GroupEnd]) -> Optional[List[RankRecord]]:
-    """The main role's ranks once all have ended."""
+    """The main role's ranks if all have ended; otherwise None."""
     ended = [rank for rank in ranks_of(ranks, [end.group for end in main]) if rank.code is not None]
     return ended if len(ended) >= sum(end.nproc for end in main) else None
 
 
 def _up_to_the_end(ranks: Sequence[RankRecord], groups: Sequence[GroupEnd]) -> Sequence[RankRecord]:
-    """The records without what came after the main role's end."""
+    """The records up to the main role's end."""
     main = _main(groups)
     ended = _ended(ranks, main)
     if ended is None or len(main) == len(groups):
@@ -224,7 +224,7 @@ def _up_to_the_end(ranks: Sequence[RankRecord], groups: Sequence[GroupEnd]) -> S
 
 
 def _by_groups(ranks: Sequence[RankRecord], groups: Sequence[GroupEnd]) -> Optional[Ending]:
-    """How it ended by itself: as the group that failed first, else as its main role."""
+    """How the job ended by itself: like the group that failed first, else like its main role."""
     found = [(end, _by_group(ranks_of(ranks, [end.group]), end)) for end in groups]
     failed = [
         (_failed_ns(ranks, end), ending) for end, ending in found if ending is not None and ending.state == FAILED
@@ -261,8 +261,8 @@ def _by_ranks(ranks: Sequence[RankRecord], end: GroupEnd) -> Optional[Ending]:
 
 
 def _by_lost_rank(ranks: Sequence[RankRecord], end: GroupEnd) -> Optional[Ending]:
-    """A rank that was killed together with its wrapper left no record: torchrun names it, and the records of the
-    others, which torchrun has ended then, are not the cause."""
+    """A rank that was killed together with its wrapper left no record. torchrun's log names it. torchrun then ended the
+    other ranks, so their records are not the cause."""
     rank, code = failure_summary(end.launcher_log) or (0, 0)
     if end.launcher_code == 0 or code == 0 or any(r.rank == rank and r.code is not None for r in ranks):
         return None
@@ -294,7 +294,7 @@ def _failed_rank(group: GroupName, rank: int, code: int, signum: Optional[int]) 
 
 
 def _ended_before(ranks: Sequence[RankRecord], groups: Sequence[GroupEnd], mono_s: float) -> bool:
-    """Whether the job's fate was sealed at that time: a rank had failed, or all had ended."""
+    """Whether the result was decided at that time: a rank had failed, or all had ended."""
     before = [r for r in ranks if r.code is not None and r.ended_mono_ns < mono_s * 1e9]
     return any(r.code for r in before) or _ended(before, _main(groups)) is not None
 

@@ -1,4 +1,4 @@
-"""Which groups of processes a job has, for whoever chooses among them: by its plan, and by the logs that have begun.
+"""A job's groups of processes, from its plan and from the logs that have begun.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -12,11 +12,11 @@ from .record import known_plan
 from .views import Processes
 
 MOST_RANKS = 1024
-"""Of one group: a damaged status may say any number."""
+"""Maximum ranks of one group: a damaged status may contain any number."""
 
 
 def processes_of(job: Job, nproc: int) -> List[Processes]:
-    """The groups by role and node. `nproc`: ranks of a job that has one group alone."""
+    """The groups by role and node. `nproc`: number of ranks if the job has only one group."""
     begun: Dict[GroupName, List[int]] = {}
     attempt = latest_attempt(job)
     for name in log_names(job, attempt) if attempt is not None else []:
@@ -31,7 +31,7 @@ def processes_of(job: Job, nproc: int) -> List[Processes]:
 
 
 def _planned(job: Job) -> Dict[GroupName, Tuple[str, int]]:
-    """Role and node of each group of the plan; none where it cannot be read."""
+    """Role and node of each group of the plan; empty if the plan cannot be read."""
     plan = known_plan(job)
     groups = groups_of(plan) if plan is not None else ()
     return {GroupName.parse(group.folder) or ALONE: (group.role.name, group.node) for group in groups}

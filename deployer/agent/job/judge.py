@@ -1,6 +1,6 @@
-"""The truth about a job: what its supervisor wrote, checked against what still runs.
+"""Finds a job's true state: checks the supervisor's status against the running processes.
 
-A host judges only the jobs of its machine id: homes may be shared. Stdlib only, Python 3.8, Linux.
+A host judges only the jobs with its machine ID: homes may be shared. Stdlib only, Python 3.8, Linux.
 """
 
 import fcntl
@@ -32,18 +32,18 @@ from .status import (
 from .stop import read_stop
 
 TURNS = 10
-"""So often at most a status is looked at that changes all the time, as another host's may."""
+"""How often a status that keeps changing, as that of another host may, is read again."""
 LAUNCH_S = 60.0
-"""A job folder without a status may be this old before its launch counts as broken off."""
+"""Seconds after which the launch of a job folder without a status counts as failed."""
 
 
 def judge(job: Job, look: Optional[Look] = None, *, is_locked: bool = False) -> Status:
-    """The job's status as it really is: the written one, with `state`, `code` and `reason` put right.
+    """The job's true status: the written one with corrected `state`, `code` and `reason`.
 
-    `on_host` names the machine when it is another one's job, which is then shown as written. A job whose supervisor is
-    gone gets its final status written here, once. `damaged` says why the written one is not believed: then the
-    processes tell whether it runs. `look`: of a moment ago, for many jobs at once. `is_locked`: whoever asks holds the
-    job's lock, so nobody launches it.
+    `on_host` names the machine if the job belongs to another one; its status is then returned as written. For a job
+    whose supervisor is gone, this writes the final status once. `damaged`: why the written status is not used; then the
+    processes show whether the job runs. `look`: an earlier snapshot, for many jobs at once. `is_locked`: the caller
+    holds the job's lock, so it is not being launched.
     """
     word = read_word(job)
     for _ in range(TURNS):
@@ -53,7 +53,7 @@ def judge(job: Job, look: Optional[Look] = None, *, is_locked: bool = False) -> 
         latest = read_word(job)
         if latest.status is None and word.status is not None:
             latest = word
-        # a supervisor that has begun or ended meanwhile wrote another word, and a look from before knows nothing of it
+        # if a supervisor has begun or ended in between, the status has changed, and the older snapshot does not show it
         is_old = latest != word or (look is not None and not found.all and _may_be_orphan(word))
         word, look = latest, None
         if not is_old:
@@ -62,8 +62,8 @@ def judge(job: Job, look: Optional[Look] = None, *, is_locked: bool = False) -> 
 
 
 def _may_be_orphan(word: Word) -> bool:
-    """Whether it is a job of this machine that would be said to have ended where nothing of it is seen. Of a former
-    boot nothing can have begun since a look."""
+    """Whether the job would be judged as ended although a newer snapshot may show processes of it: it belongs to this
+    machine and this boot. After a reboot nothing of it can have started."""
     status = word.status
     if status is None or status.state in FINAL or status.supervisor is None:
         return False
@@ -71,8 +71,8 @@ def _may_be_orphan(word: Word) -> bool:
 
 
 def _is_beyond_doubt(job: Job, status: Status) -> bool:
-    """Whether a status of this job needs no look at all processes: it has ended, swept, and so has what ran it, or its
-    supervisor is there."""
+    """Whether the status is certain without reading all processes: the job has ended, was swept and its supervisor and
+    main processes are gone, or its supervisor runs."""
     identity = status.supervisor
     if identity is None:
         return False
@@ -83,7 +83,7 @@ def _is_beyond_doubt(job: Job, status: Status) -> bool:
 
 
 def _mains_of(status: Status) -> List[Process]:
-    """What the supervisor has started that runs, if this host's: whatever the status says, it has not ended."""
+    """The running processes that the supervisor started on this host: whatever the status says, they have not ended."""
     running = [main for main in main_processes(status) if is_running(main)]
     left = {Process(survivor.pid, survivor.start_time) for survivor in status.remaining}
     return [main for main in running if main not in left]
@@ -128,8 +128,9 @@ def _without_status(job: Job, damage: str, found: Found, is_locked: bool) -> Sta
 
 
 def _said_to_have_ended(job: Job, status: Status, found: Found) -> Status:
-    """A last word is written once nothing is left but what could not be ended, and says how much was swept: a job of
-    which more runs, or that is not swept while its supervisor or anything of it lives, has not ended."""
+    """Checks a final status against the processes. A supervisor writes it only after it has ended every process that it
+    could. So the job has not ended if other processes of it run, or if it was not swept and a process of it or its
+    supervisor lives."""
     left = {Process(survivor.pid, survivor.start_time) for survivor in status.remaining}
     ours = set(found.others) - left
     known = {record.program for record in read_ranks(job, status.attempt)} | set(main_processes(status))
@@ -140,7 +141,7 @@ def _said_to_have_ended(job: Job, status: Status, found: Found) -> Status:
 
 
 def _damaged(damage: str, found: Found) -> Status:
-    """A job that runs, whatever its status says."""
+    """The status of a job that runs, whatever its status file says."""
     count = len(found.all)
     warning = "%s; %d process%s of it run%s" % (damage, count, *(("", "s") if count == 1 else ("es", "")))
     return Status(
@@ -153,8 +154,8 @@ def _damaged(damage: str, found: Found) -> Status:
 
 
 def _orphaned(job: Job, status: Status, found: Found, *, rebooted: bool) -> Status:
-    """The supervisor was killed. While anything of the job runs, be it only what it left behind, it has not ended: its
-    next supervisor ends that, and says how the job ended."""
+    """The status of a job whose supervisor was killed. While any process of the job runs, it has not ended: the next
+    supervisor ends these processes and writes how the job ended."""
     if found.others:
         return status._replace(state=RUNNING, unsupervised=True)
     if status.state == QUEUED and status.after and not rebooted:

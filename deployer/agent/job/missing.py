@@ -1,6 +1,6 @@
-"""Files and modules that a job's last words call missing, and what this host knows of them.
+"""Finds the files and modules that a job's last log lines report as missing, and whether this host has them.
 
-The client knows what it left behind and joins the two. Stdlib only, Python 3.8: both ends use it.
+The client knows what the launch left out and combines both. Stdlib only, Python 3.8: both sides use it.
 """
 
 import os
@@ -12,7 +12,7 @@ from .status import Missing
 
 MOST = 8
 NAME = 300
-"""Characters of one."""
+"""Maximum characters of one."""
 
 _LINE = re.compile(
     r"no such file|not found|does(?:n't| not) exist|cannot find|can't find|unable to find|can't open|cannot open"
@@ -32,7 +32,8 @@ _NO_PATH = re.compile(r"[\x00-\x1f\x7f]|://|^-|^\.+$|^/+$")
 
 
 def find_missing(words: str, code: str) -> Tuple[Missing, ...]:
-    """What the last words call missing and what is not there; the last ones first. `code`: the job's working folder."""
+    """The missing files and modules in the last log lines that do not exist here; the last ones first. `code`: the
+    job's working folder."""
     found: List[Missing] = []
     for line in reversed(words.splitlines()):
         if len(found) >= MOST:
@@ -59,7 +60,7 @@ def _files(line: str, code: str) -> Iterator[str]:
 
 
 def explain_here(missing: Tuple[Missing, ...], code: str) -> Iterator[Cause]:
-    """What this host alone can tell: a name that differs by case, a link that leads nowhere."""
+    """Causes that only this host can find: a name with another case, a link without a target."""
     for name in (one.name for one in missing if one.kind == "file" and not os.path.isabs(one.name)):
         place = code
         for part in name.split("/"):

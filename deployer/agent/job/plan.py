@@ -1,7 +1,7 @@
-"""A launch as it was decided, before anything is done: the client builds it, the host reads it from job.json.
+"""The plan: all decisions of a launch. The client builds it, the host reads it from job.json.
 
-A plan is made of roles; today there is one, on one node. What only the host knows (interpreter, folders, the GPUs that
-it chooses) stands in it as a slot. Stdlib only, Python 3.8: both ends use it.
+A plan has roles; today one role on one node. A value that only the host knows (interpreter, folders, the GPUs that it
+chooses) is a slot. Stdlib only, Python 3.8: both sides use it.
 """
 
 from typing import Any, Dict, Iterator, List, Literal, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
@@ -38,7 +38,7 @@ class Devices(NamedTuple):
 
 
 class Role(NamedTuple):
-    """Processes of one kind: what is started, on which devices of each node, and how often again."""
+    """Processes of one kind: their command, their devices on each node, and their number of restarts."""
 
     name: RoleName
     argv: Tuple[Text, ...]
@@ -49,59 +49,59 @@ class Role(NamedTuple):
     """Processes on each node."""
     torchrun: bool = False
     readiness: Literal["ranks"] = "ranks"
-    """When it counts as running. "ranks": each of its processes has begun."""
+    """When it counts as running. "ranks": each of its processes has started."""
     max_restarts: int = 0
 
 
 class Include(NamedTuple):
-    """A data set or model that travels once, outside the code tree, and is linked into it at `path`."""
+    """A data set or model that is sent once, outside the code tree, and linked into it at `path`."""
 
     path: str
     tree: str
     file: bool
-    """A single file rather than a folder."""
+    """A single file, not a folder."""
 
 
 class Policy(NamedTuple):
-    """What the host does with the job by itself."""
+    """What the host does with the job without a client."""
 
     queue: bool = False
     max_runtime_s: Optional[float] = None
     stall_timeout_s: Optional[float] = None
     log_max_bytes: Optional[int] = None
     outputs: Tuple[str, ...] = ()
-    """Paths of the project that the job writes; a client that pulls its results brings them too."""
+    """Paths of the project that the job writes; a pull of its results copies them too."""
     after: Tuple[str, ...] = ()
-    """Jobs that have to succeed first: each an id, or how one begins or ends."""
+    """Jobs that must succeed first: each a whole ID, or its beginning or end."""
     idle_timeout_s: Optional[float] = None
     notify: Tuple[str, ...] = ()
-    """The hosts of the URLs that are told of it. The URLs themselves are secrets, and stand in no plan."""
+    """The host names of the --notify URLs. The URLs themselves are secrets and are in no plan."""
 
 
 class Setup(NamedTuple):
-    """What runs on the host before the job, once for its key and the interpreter that the job gets."""
+    """A command that runs on the host before the job, once for its key and the job's interpreter."""
 
     command: str
-    """For a shell, as the user wrote it."""
+    """A shell command, as the user wrote it."""
     key: str
-    """A hash of the command and of all in the trees that it names."""
+    """A hash of the command and of all files in the trees that it names."""
     timeout_s: float = 3600.0
 
 
 class Request(NamedTuple):
-    """What the user asked for; the next attempt's plan is made from it, and a trainer's from its config.yaml."""
+    """The user's request; the next attempt's plan is made from it and, for a trainer, from its config.yaml."""
 
     command: Tuple[str, ...] = ()
-    """The program's words as they were typed; empty for the trainer."""
+    """The program's arguments as typed; empty for the trainer."""
     torchrun: bool = False
     """One process of the program for each GPU."""
     overrides: Tuple[str, ...] = ()
-    """Settings, `KEY=JSON`, that are not the defaults: all of a program's; of a trainer's those that the host carries
+    """Settings, `KEY=JSON`, that are not the defaults: all of a program's; of a trainer's, those that the host carries
     out and that its config.yaml lacks."""
     own_trainer: bool = False
-    """The project brings its trainer; otherwise the client's, in lib/."""
+    """The project has its own trainer; otherwise the client's, in lib/."""
     given_alone: bool = False
-    """config.yaml holds what was given alone; otherwise each key that its trainer knows."""
+    """config.yaml contains only keys that were given; otherwise every key that its trainer knows."""
 
 
 class Plan(NamedTuple):
@@ -131,12 +131,11 @@ class Group(NamedTuple):
     node: int
     devices: Devices
     folder: str
-    """Below the folder of an attempt's logs: "" for a job's only one, else `ROLE`, `nodeK`, or `ROLE/nodeK`."""
+    """The path below an attempt's log folder: "" for a job's only group, else `ROLE`, `nodeK`, or `ROLE/nodeK`."""
 
 
 def groups_of(plan: Plan) -> Iterator[Group]:
-    """All groups of processes, role by role, the main role's first; a plan is of one host, so each has its place
-    there."""
+    """All groups of processes, role by role, the main role's first. A plan is for one host, so all groups are there."""
     for role in plan.roles:
         for node, devices in enumerate(role.nodes):
             name = GroupName(role.name if len(plan.roles) > 1 else None, node if len(role.nodes) > 1 else None)
@@ -144,7 +143,7 @@ def groups_of(plan: Plan) -> Iterator[Group]:
 
 
 def wanted_gpus(plan: Plan) -> Optional[Wanted]:
-    """What all its groups together claim on this host; None for a job without GPUs."""
+    """The GPUs that all its groups together claim on this host; None for a job without GPUs."""
     shares = [group.devices.gpus for group in groups_of(plan) if group.devices.kind == "cuda"]
     gpus = tuple(gpu for share in shares for gpu in share)
     if not gpus:
@@ -156,7 +155,7 @@ def wanted_gpus(plan: Plan) -> Optional[Wanted]:
 
 
 def visible_to(plan: Plan, group: Group, visible: str) -> str:
-    """A group's CUDA_VISIBLE_DEVICES: its share of what the job's one claim gives, which has them group by group."""
+    """A group's CUDA_VISIBLE_DEVICES: its share of the job's claim, which lists the GPUs group by group."""
     left = visible.split(",")
     for other in groups_of(plan):
         if other.devices.kind == "cuda":
@@ -168,18 +167,18 @@ def visible_to(plan: Plan, group: Group, visible: str) -> str:
 
 
 def trees_of(plan: Plan) -> List[str]:
-    """The trees that it needs on the host, that of the code first."""
+    """The trees that the job needs on the host, the code first."""
     wheels = [plan.python.wheels] if plan.python.wheels else []
     return [plan.tree, *(include.tree for include in plan.includes), *wheels]
 
 
 def main_role(plan: Plan) -> Role:
-    """The role that the job is there for: its end is the job's, and what still runs of other roles is ended then."""
+    """The role that decides the job's end: when it ends, the supervisor ends the other roles."""
     return plan.roles[0]
 
 
 def of_main_role(names: Sequence[GroupName]) -> List[GroupName]:
-    """Of a job's groups, in the plan's order, those of its main role."""
+    """The main role's groups among a job's groups in the plan's order."""
     return [name for name in names if name.role == names[0].role]
 
 
@@ -188,29 +187,28 @@ def is_trainer(plan: Plan) -> bool:
 
 
 def max_restarts(plan: Plan) -> int:
-    """How often a failed job starts again: all of it does, as often as its main role may."""
+    """How often a failed job restarts, all its roles together: as often as its main role may."""
     return main_role(plan).max_restarts
 
 
 def process_count(plan: Plan) -> int:
-    """Processes of all groups."""
     return sum(group.role.nproc for group in groups_of(plan))
 
 
 def is_alone(plan: Plan) -> bool:
-    """Whether it is one process, whose output needs no name before it."""
+    """Whether the job is one process, whose output needs no prefix."""
     return process_count(plan) == 1
 
 
 def unreadable_plan(job_id: str) -> Plan:
-    """For a supervisor that takes over a job whose plan is none: it watches and stops what its status and /proc name,
-    and starts nothing. What nobody knows counts as a program, on no node."""
+    """A plan for a supervisor of a job without a readable plan: it watches and stops the processes in its status and in
+    /proc, and starts nothing. The job counts as a program, on no node."""
     return Plan(job_id, "", "", (Role(PROGRAM, (), "", {}, nodes=()),), PythonSpec(), "", Request())
 
 
 def parse_plan(raw: Mapping[str, Any]) -> Plan:
-    """The plan as it was sent, or stands in job.json. Damage for one that is none, and for what this version of
-    Torchferry does not know, which is named with both versions."""
+    """The plan from a request or job.json. Raises Damage if it is not a plan, or if this version of Torchferry does not
+    know a part of it, which it names with both versions."""
     version = raw.get("version", 1)
     if version == 1:
         from .plan_version_1 import upgrade  # of jobs that an earlier Torchferry launched
@@ -232,7 +230,7 @@ _KNOWN = "this Torchferry knows versions 1 and %d, and one role on one node" % P
 
 
 def fill(text: Text, slots: Mapping[str, str]) -> str:
-    """The text with every slot's value in its place. KeyError for a slot that is not known."""
+    """The text with every slot's value in its place. Raises KeyError for an unknown slot."""
     if isinstance(text, str):
         return text
     return "".join(part if isinstance(part, str) else slots[part.slot] for part in text)

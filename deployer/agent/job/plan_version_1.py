@@ -1,6 +1,6 @@
-"""Plans of the first version, which named no roles and no request: jobs that an earlier Torchferry launched.
+"""Reads plans of version 1, which had no roles and no request, from jobs of an earlier Torchferry.
 
-Stdlib only, Python 3.8: both ends use it.
+Stdlib only, Python 3.8: both sides use it.
 """
 
 import json
@@ -12,7 +12,7 @@ from ..python.spec import PythonSpec
 from .plan import TRAINER, Devices, Include, Plan, Policy, Request, Role, RoleName, Slot, Text
 
 MOST_PROCESSES = 1024
-"""Each is written out as a GPU; a damaged plan may say any number."""
+"""Maximum number of processes, each of which becomes a GPU: a damaged plan may contain any number."""
 _AGENTS_WRAPPER = (Slot("agent"), "/rank.py")
 
 
@@ -47,7 +47,7 @@ class _Plan(NamedTuple):
 
 
 def upgrade(raw: Mapping[str, Any]) -> Plan:
-    """The same plan as one of today. Damage for one that is none."""
+    """The same plan in the current version. Raises Damage if it is not a plan."""
     old = from_json(dict(raw), _Plan)
     if old.nproc > MOST_PROCESSES:
         raise Damage("nproc is %d, more than %d" % (old.nproc, MOST_PROCESSES))
@@ -80,7 +80,7 @@ def upgrade(raw: Mapping[str, Any]) -> Plan:
 
 
 def _request(old: _Plan) -> Request:
-    """What the user had asked for, read from what it came to."""
+    """The user's request, reconstructed from the plan."""
     if old.kind == TRAINER:
         return Request(own_trainer="train.py" in old.argv)
     settings = tuple("%s=%s" % (key, json.dumps(value)) for key, value in _settings(old).items())
@@ -88,7 +88,7 @@ def _request(old: _Plan) -> Request:
 
 
 def _command(old: _Plan) -> Tuple[str, ...]:
-    """The program of the argv: torchrun gets it behind the wrapper of the ranks."""
+    """The program in the argv: with torchrun it follows the rank wrapper."""
     words = list(old.argv)
     if old.torchrun:
         if _AGENTS_WRAPPER not in words:

@@ -1,4 +1,4 @@
-"""How far a job has come, read from its files: steps, checkpoints, the age and the last line of its logs.
+"""A job's progress, read from its files: steps, checkpoints, the age and the last line of its logs.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -15,41 +15,41 @@ from ..logs.read import Chosen, last_lines, log_names, log_path
 from .plan import Plan, is_trainer
 
 RECENT = 16
-"""Lines of the metrics that a step's time is of."""
+"""Number of lines of the metrics for the mean time of a step."""
 MOST = 1e15
-"""Beyond it a number of the metrics is none."""
+"""A larger number in the metrics is ignored."""
 MAX_LINE = 300
-"""Characters of a log line that are kept in a status."""
+"""Maximum characters of a log line in a status."""
 _STEP = re.compile(r"step_(\d+)\Z")
 _RESUMES_ELSEWHERE = re.compile(r"^  resume: (?!auto$)", re.MULTILINE)  # as trainer/config/files.py writes it
 
 
 class _Metrics(NamedTuple):
-    """What is looked at of a line of metrics.jsonl."""
+    """The part of a line of metrics.jsonl that is read."""
 
     step: Optional[int] = None
 
 
 class Recent(NamedTuple):
-    """What the last lines of metrics.jsonl say."""
+    """Values from the last lines of metrics.jsonl."""
 
     step: Optional[int] = None
     steps: Optional[int] = None
-    """How many there will be."""
+    """The total number of steps."""
     loss: Optional[float] = None
-    """The last one of a training step."""
+    """The loss of the last training step."""
     step_s: Optional[float] = None
-    """Seconds of a step, over the recent ones."""
+    """Mean seconds of the recent steps."""
 
 
 class Mark(NamedTuple):
-    """Equal as long as nothing has come about between two looks."""
+    """A value that is equal as long as the files do not change."""
 
     files: Tuple[Tuple[str, int, int], ...]  # name, size, mtime in ns
 
 
 def trainer_mark(job: Job) -> Mark:
-    """Changes with each step, and while a checkpoint or an export is being written."""
+    """A value that changes with each step, and while a checkpoint or an export is written."""
     checkpoints = os.path.join(job.path, "checkpoints")
     aside = [os.path.join(checkpoints, name) for name in _names(checkpoints) if name.startswith(".tmp_")]
     folders = [checkpoints, *aside, os.path.join(job.path, "export")]
@@ -62,12 +62,12 @@ def metrics_mark(job: Job) -> Mark:
 
 
 def output_mark(job: Job, attempt: int) -> Mark:
-    """Changes with each byte that a rank of this attempt writes."""
+    """A value that changes with each byte that a rank of this attempt writes."""
     return Mark(tuple(_stats(rank_logs(job, attempt))))
 
 
 def rank_logs(job: Job, attempt: int) -> List[str]:
-    """Logs of all ranks of all groups."""
+    """The logs of all ranks of all groups."""
     return [log_path(job, name) for name in log_names(job, attempt) if name.rank is not None]
 
 
@@ -78,13 +78,13 @@ def silent_s(job: Job, attempt: int) -> Optional[float]:
 
 
 def last_metrics(job: Job) -> Optional[str]:
-    """The last whole line of metrics.jsonl."""
+    """The last complete line of metrics.jsonl."""
     lines = _last_lines(job)
     return lines[-1].decode("utf-8", "replace") if lines else None
 
 
 def recent(job: Job) -> Recent:
-    """A value that is none of its type is as if it were not there: a program may write its own metrics."""
+    """The recent metrics. Ignores a value of another type: a program may write its own metrics."""
     lines = _last_lines(job)
     records = list(filter(None, map(_record_of, lines[-RECENT:])))
     steps = [record for record in records if "loss" in record]
@@ -98,7 +98,7 @@ def recent(job: Job) -> Recent:
 
 
 def _last_lines(job: Job) -> List[bytes]:
-    """The last whole lines of metrics.jsonl; the first of them may lack its beginning."""
+    """The last complete lines of metrics.jsonl; the first of them may lack its beginning."""
     try:
         with open_regular(job.metrics) as f:
             f.seek(0, os.SEEK_END)
@@ -120,7 +120,7 @@ N = TypeVar("N", int, float)
 
 
 def value_of(record: Dict[str, Any], name: str, kind: Type[N]) -> Optional[N]:
-    """None also for what is no number that one can reckon with."""
+    """A number of a record; None if it is missing, not a number, or too large."""
     try:
         value = from_json(record.get(name), kind)
     except Damage:
@@ -137,8 +137,8 @@ def last_step(job: Job) -> Optional[int]:
 
 
 def resumes_from(job: Job, plan: Plan, *, restarted: bool) -> Optional[int]:
-    """The step of the run's own checkpoint that an attempt continues from; None for one that starts elsewhere, and for
-    a program, whose checkpoints Torchferry cannot read."""
+    """The step of the run's own checkpoint from which an attempt continues. None if it starts elsewhere, and for a
+    program, whose checkpoints Torchferry cannot read."""
     if not is_trainer(plan):
         return None
     is_auto = _RESUMES_ELSEWHERE.search(plan.config_yaml or "") is None  # the default, where nobody gave it
@@ -154,7 +154,8 @@ def newest_checkpoint(job: Job) -> Optional[int]:
 
 
 def last_line(job: Job, rank: Optional[int], attempt: int, group: GroupName = ALONE) -> str:
-    """The last line in a rank's log that is not empty, cut to MAX_LINE characters; of the launcher's without a rank."""
+    """The last line in a rank's log that is not empty, truncated to MAX_LINE characters; without a rank, in the
+    launcher's log."""
     chosen = Chosen(*group, ranks=None if rank is None else {rank})
     text = last_lines(job, chosen, 5, attempt=attempt).decode("utf-8", "replace")
     lines = [line.strip() for line in re.split(r"[\r\n]", text) if line.strip()]

@@ -1,4 +1,4 @@
-"""job.json: what a job was launched with. Its plan is kept as it came, for whoever knows more of it, and for its hash.
+"""job.json: what a job was launched with. Its plan is stored as received, for newer readers and for its hash.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -16,7 +16,7 @@ MAX_BYTES = 64 << 20
 
 
 class Resumed(NamedTuple):
-    """A resume: the attempt that it began, and the plan before it."""
+    """A resume: the attempt that it started, and the plan before it."""
 
     attempt: int
     plan_hash: str
@@ -39,7 +39,7 @@ class Record(NamedTuple):
 
 
 def read_record(job: Job) -> Record:
-    """Damage, with what is wrong, when there is none to go by."""
+    """The job's record. Raises Damage, with the reason, if job.json is missing or invalid."""
     try:
         return read_typed(job.record, Record, most=MAX_BYTES)
     except FileNotFoundError:
@@ -63,12 +63,12 @@ def write_record(job: Job, record: Record) -> None:
 
 
 def read_plan(job: Job) -> Plan:
-    """The plan of this very job. Damage, with what is wrong, when there is none to go by."""
+    """The plan of this very job. Raises Damage, with the reason, if it is missing or invalid."""
     return plan_of(job, read_record(job))
 
 
 def plan_of(job: Job, record: Record) -> Plan:
-    """The plan in the job's record. Damage for none, and for another job's."""
+    """The plan in the job's record. Raises Damage if it is invalid or another job's."""
     plan = parse_plan(record.plan)
     if plan.job_id != job.id:
         raise Damage("its job.json is of another job, %s" % plan.job_id[:80])

@@ -1,7 +1,7 @@
-"""A job's status: what its supervisor knows of it, as status.json holds it and as every command sees it.
+"""A job's status: the supervisor's facts about it, as in status.json and in every command.
 
-States: queued, preparing, running, succeeded, failed, stopped, lost. What is true is for `judge` to say.
-Stdlib only, Python 3.8: both ends use it.
+States: queued, preparing, running, succeeded, failed, stopped, lost. `judge` finds the true one.
+Stdlib only, Python 3.8: both sides use it.
 """
 
 import os
@@ -27,19 +27,19 @@ LOST: State = "lost"
 ENDINGS = SUCCEEDED, FAILED, STOPPED
 FINAL = (*ENDINGS, LOST)
 TOOL_FAILED = 125
-"""The code of a job that never started, or whose end nobody knows."""
+"""The code of a job that never started, or whose end is not known."""
 
 
 class Missing(NamedTuple):
-    """What a job's last words call missing, and was not there."""
+    """A file or module that a job's last log lines report as missing and that did not exist."""
 
     name: str
-    """Of a file: relative to the project where it lies below it, else as the job said it. Of a module: with dots."""
+    """A file: relative to the project if it is below it, else as in the log. A module: with dots."""
     kind: Literal["file", "module"] = "file"
 
 
 class AttemptReport(NamedTuple):
-    """What the status keeps of an attempt that has ended."""
+    """A summary of an attempt that has ended."""
 
     attempt: int
     state: State = FAILED
@@ -48,19 +48,19 @@ class AttemptReport(NamedTuple):
     first_failing_rank: Optional[int] = None
     signal: Optional[int] = None
     started_at: Optional[str] = None
-    """None for one whose command was never started."""
+    """None if its command was never started."""
     ended_at: Optional[str] = None
     resumed_from: Optional[int] = None
     step: Optional[int] = None
     error: str = ""
-    """The words by which a failure is known again."""
+    """The text by which a repeated failure is recognised."""
     first_failing_group: str = ""
     causes: Tuple[str, ...] = ()
-    """What this host was like at its death, as far as it tells why."""
+    """The host's state at its failure, if it explains the failure."""
 
 
 class StalledRank(NamedTuple):
-    """What a rank did when its attempt was found to have stalled."""
+    """What a rank was doing when its attempt was found to have stalled."""
 
     rank: int
     pid: int = 0
@@ -70,7 +70,7 @@ class StalledRank(NamedTuple):
 
 
 class GroupStatus(NamedTuple):
-    """A role's processes on one node (`plan.Group`), as they were started."""
+    """A role's started processes on one node (`plan.Group`)."""
 
     folder: str = ""
     nproc: int = 1
@@ -85,37 +85,37 @@ class GroupStatus(NamedTuple):
         return GroupName.parse(self.folder) or ALONE
 
     def is_ready(self, begun: int) -> bool:
-        """Whether it counts as running once so many of its processes have begun. All must have: that is the only
-        readiness that a role can ask for (plan.Role)."""
+        """Whether the group counts as running once this many of its processes have started. All must have started:
+        plan.Role has no other kind of readiness."""
         return begun >= self.nproc
 
 
 class Status(NamedTuple):
     state: State
     job: str = ""
-    """The id; the first Torchferry did not say it."""
+    """The job's ID; empty in files of the first Torchferry."""
     supervisor: Optional[Identity] = None
     groups: Tuple[GroupStatus, ...] = ()
     """In the plan's order."""
     attempt: int = 0
     """0 for a job that never had a supervisor."""
     first_attempt: int = 0
-    """Of this launch or resume."""
+    """The first attempt of this launch or resume."""
     max_attempts: int = 0
     attempts: Tuple[AttemptReport, ...] = ()
-    """Those that have ended."""
+    """The attempts that have ended."""
     began_mono_s: Optional[float] = None
     started_at: Optional[str] = None
     ended_at: Optional[str] = None
     resumed_from: Optional[int] = None
     phase: Optional[str] = None
-    """Of a stop under way: see supervisor/stop_stages.py."""
+    """The stage of a running stop: see supervisor/stop_stages.py."""
     grace_s: Optional[float] = None
     queue: Optional[QueueView] = None
     after: Tuple[str, ...] = ()
-    """Ids of the jobs that it waits for; of one that ended because of them, those for which it never started."""
+    """IDs of the jobs that it waits for; if it ended because of them, those for which it never started."""
     devices: Tuple[str, ...] = ()
-    """The GPUs that are claimed for it."""
+    """The GPUs that the job has claimed."""
     stalled: Tuple[StalledRank, ...] = ()
     warnings: Tuple[str, ...] = ()
     # how it ended
@@ -127,34 +127,35 @@ class Status(NamedTuple):
     signal: Optional[int] = None
     hint: str = ""
     causes: Tuple[str, ...] = ()
-    """What the host was like at the death of its last attempt, as far as it tells why."""
+    """The host's state at the failure of its last attempt, if it explains the failure."""
     missing: Tuple[Missing, ...] = ()
-    """What its last words call missing."""
+    """What its last log lines report as missing."""
     log: Optional[str] = None
-    """By LogName, the log that tells most of a failure; empty where none has a byte, None where nobody has looked."""
+    """The log with most information about a failure, as a LogName; empty if all are empty, None if this was not
+    checked."""
     swept: Optional[int] = None
-    """How many processes it left running that were ended; None until somebody has looked."""
+    """How many leftover processes were ended; None before this was checked."""
     ended: Optional[int] = None
-    """Of a stop: how many processes it has ended."""
+    """How many processes a stop has ended."""
     remaining: Tuple[Survivor, ...] = ()
     gpus_free: Optional[bool] = None
     gpu_holders: Tuple[GpuHolder, ...] = ()
-    # what `judge` adds; in no file
+    # what `judge` adds; not stored in a file
     on_host: str = ""
-    """The machine whose job it is, when it is not this one's."""
+    """The machine that the job belongs to, if it is not this one."""
     unsupervised: bool = False
-    """The supervisor is gone and the ranks go on."""
+    """The supervisor is gone and the ranks run on."""
     damaged: str = ""
-    """Why the written status is not believed."""
+    """Why the written status is not used."""
 
 
 _JUDGED = ("on_host", "unsupervised", "damaged")
 _WHOLE = ("attempts", "remaining", "gpu_holders")
-"""An earlier Torchferry takes every key of these for granted."""
+"""Keys that an earlier Torchferry expects in every status."""
 
 
 def status_to_json(status: Status, *, sparse: bool = False) -> Dict[str, Any]:
-    """As it stands in status.json: the fields of a job's only group are its own there."""
+    """The status as in status.json: the fields of a job's only group are at the top level."""
     value: Dict[str, Any] = to_json(status, sparse=sparse)
     for name in _WHOLE:
         if name in value:
@@ -174,7 +175,7 @@ def status_from_json(value: Any) -> Status:
 
 
 class Word(NamedTuple):
-    """A job's status as it can be used: None with the reason why not."""
+    """A job's stored status; None, with the reason, if it cannot be used."""
 
     status: Optional[Status]
     damage: str = ""
@@ -184,7 +185,8 @@ FOLDER_GONE = "its folder is gone"
 
 
 def read_word(job: Job) -> Word:
-    """What the supervisor wrote last, if it is a status and this job's; nobody else needs to look at its types."""
+    """The last written status; without one (missing, damaged, or of another job) None and the reason. Validates all
+    types."""
     if not os.path.isdir(job.path):
         return Word(None, FOLDER_GONE)
     try:
@@ -206,7 +208,7 @@ def read_word(job: Job) -> Word:
 
 
 def read_status(job: Job) -> Optional[Status]:
-    """What the supervisor wrote last, taken at its word; None before its start. See `judge` for the truth."""
+    """The last written status, unchecked; None before the supervisor's start. See `judge` for the true state."""
     return read_word(job).status
 
 
@@ -216,45 +218,45 @@ def write_status(job: Job, status: Status) -> None:
 
 
 def with_group(status: Status, folder: str, **changes: Any) -> Status:
-    """The status with a group's fields changed; a group that it does not have begins with them, as the last one."""
+    """The status with changed fields of a group; adds the group at the end if it does not exist."""
     groups = {group.folder: group for group in status.groups}
     groups[folder] = groups.get(folder, GroupStatus(folder))._replace(**changes)
     return status._replace(groups=tuple(groups.values()))
 
 
 def slot_of(status: Status, name: str) -> str:
-    """What a slot was filled with; empty before."""
+    """The value of a slot; empty before the start."""
     return next((group.slots[name] for group in status.groups if name in group.slots), "")
 
 
 def visible_gpus(status: Status) -> str:
-    """CUDA_VISIBLE_DEVICES of all groups together; empty before."""
+    """CUDA_VISIBLE_DEVICES of all groups together; empty before the start."""
     return ",".join(group.slots["gpus"] for group in status.groups if group.slots.get("gpus"))
 
 
 def nproc_of(status: Status) -> int:
-    """How many ranks the job has."""
     return max(1, sum(group.nproc for group in status.groups))
 
 
 def main_processes(status: Status) -> Tuple[Process, ...]:
-    """What the supervisor has started: torchrun, or a rank's wrapper, of each group; none before their start."""
+    """The processes that the supervisor has started: torchrun, or a rank's wrapper, of each group; empty before their
+    start."""
     return tuple(group.main for group in status.groups if group.main is not None)
 
 
 def former_attempt(status: Status) -> Optional[AttemptReport]:
-    """The attempt before this one; None when this is the first since launch or resume."""
+    """The attempt before this one; None if this is the first since launch or resume."""
     if status.attempt <= max(status.first_attempt, 1):
         return None
     return next((a for a in status.attempts if a.attempt == status.attempt - 1), None)
 
 
 def utc(time_s: float) -> str:
-    """A Unix time as it stands in the records."""
+    """A Unix time in the format of the records."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))
 
 
 def gpus_of(plan: Optional[Plan], status: Status) -> Tuple[str, ...]:
-    """The job's GPUs as this host chose them, else as they were asked for."""
+    """The job's GPUs as this host chose them, else as the user requested them."""
     chosen, wanted = visible_gpus(status), wanted_gpus(plan) if plan else None
     return tuple(chosen.split(",")) if chosen else wanted.gpus if wanted else ()

@@ -1,4 +1,4 @@
-"""A stop as it is asked for: a request in the job's folder, which its supervisor obeys and its trainer polls.
+"""A request to stop: a file in the job's folder. The supervisor carries it out and the trainer polls it.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -33,8 +33,8 @@ def new_stop(grace_s: float, *, reason: str = "", force: bool = False) -> StopRe
 
 
 def request_stop(job: Job, grace_s: float = DEFAULT_GRACE_S, *, reason: str = "", force: bool = False) -> StopRequest:
-    """Asks for an orderly end within `grace_s` seconds, or with `force` for one at once. Harmless to repeat: only a
-    shorter time, or force, replaces the first."""
+    """Requests a stop within `grace_s` seconds, or with `force` at once. It can be repeated: only a shorter time, or
+    force, replaces the first request."""
     wanted = new_stop(0.0 if force else grace_s, reason=reason, force=force)
     before = read_stop(job)
     if before is not None:
@@ -54,7 +54,7 @@ def request_stop(job: Job, grace_s: float = DEFAULT_GRACE_S, *, reason: str = ""
 
 
 def read_stop(job: Job) -> Optional[StopRequest]:
-    """The request, None without one. A flag file that somebody made by hand asks for the default grace."""
+    """The stop request; None without one. A file that a user created by hand requests the default grace period."""
     try:
         touched_at = os.stat(job.stop).st_mtime
     except OSError:
@@ -67,8 +67,8 @@ def read_stop(job: Job) -> Optional[StopRequest]:
 
 
 class Asked:
-    """What was asked of a supervisor: by a request in the job's folder, or by a signal while that cannot be written.
-    What was asked once stays asked, whatever becomes of the file."""
+    """The stop requests that a supervisor has received: by a file in the job's folder, or by a signal while this file
+    cannot be written. A request stays valid, whatever happens to the file."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -79,7 +79,8 @@ class Asked:
         return self._request
 
     def ask(self, reason: str = "") -> Optional[OSError]:
-        """A stop that the supervisor asks for itself, unless one is asked for; the error when only it knows of it."""
+        """The supervisor's own request to stop, unless there is one already. Returns the error if the request file
+        could not be written."""
         if self.read() is not None:
             return None
         self._request = new_stop(DEFAULT_GRACE_S, reason=reason)
@@ -91,5 +92,5 @@ class Asked:
         return None
 
     def is_flagged(self) -> bool:
-        """Whether the ranks can see it."""
+        """Whether the request file exists, so that the ranks see it."""
         return os.path.exists(self._job.stop)

@@ -1,6 +1,6 @@
-"""What a host says of a job to who asks: as `status` shows it, as `ps` lists it, and how a stop went.
+"""A host's answers about a job: for `status`, for `ps`, and on how a stop went.
 
-Stdlib only, Python 3.8: both ends use it.
+Stdlib only, Python 3.8: both sides use it.
 """
 
 from typing import Any, Dict, NamedTuple, Optional, Tuple
@@ -16,25 +16,25 @@ class OfJob(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """The host has the job; this very call has started it, or not."""
+    """The host's acknowledgement: it has the job, and whether this very call has started it."""
 
     job_id: str
     path: str
     already: bool = False
     queued: bool = False
     stopping: bool = False
-    """It was called off just after its start, and is being stopped."""
+    """The launch was cancelled just after the start, and the job is being stopped."""
     attempt: Optional[int] = None
-    """Of a resume."""
+    """The attempt of a resume."""
     from_step: Optional[int] = None
 
 
 class SlotValues(NamedTuple):
-    """What a plan's slots would be filled with."""
+    """The values that a plan's slots would get."""
 
     slots: Dict[str, str]
     no_python: str = ""
-    """Why an environment would be built, whose interpreter is not known yet."""
+    """Why an environment would be built, so that the interpreter is not known yet."""
 
 
 class PlanView(NamedTuple):
@@ -53,21 +53,21 @@ class OriginalView(NamedTuple):
     job_id: str
     plan: Dict[str, Any]
     whole: bool = False
-    """All its files are there to begin from."""
+    """Whether all its files are on the host."""
 
 
 class Processes(NamedTuple):
     """A role's processes on one node."""
 
     role: str
-    """Empty where nothing names it: of a job whose plan is lost."""
+    """Empty if the role is not known, because the job's plan is lost."""
     node: int
     ranks: Tuple[int, ...]
-    """All of a job's only group; of several groups those that have a log by now."""
+    """All ranks of a job's only group; of several groups, those that have a log so far."""
 
 
 class JobView(NamedTuple):
-    """One job with its whole id; the end of a log that was followed, too."""
+    """One job with its whole ID; also the end of a followed log."""
 
     job_id: str
     status: Status
@@ -77,17 +77,17 @@ class JobView(NamedTuple):
     latest: Optional[str] = None
     """The last line of metrics.jsonl."""
     silent_s: Optional[float] = None
-    """Since any rank wrote to its log; None before the first byte."""
+    """Seconds since any rank wrote to its log; None before the first byte."""
 
 
 class StopReport(NamedTuple):
-    """A job that was stopped, or had ended: `was` is its state before."""
+    """A job that was stopped, or had already ended: `was` is its state before."""
 
     job_id: str
     status: Status
     was: State
     gone: bool = False
-    """Its folder is, and nothing of it runs."""
+    """Its folder is gone, and none of its processes runs."""
 
 
 class Row(NamedTuple):
@@ -111,43 +111,43 @@ class Row(NamedTuple):
     kind: Optional[str] = None
     created: str = ""
     age_s: Optional[float] = None
-    """Since it was made, by the host's clock; the client's may differ."""
+    """Seconds since its creation, by the host's clock; the client's may differ."""
     gpus: Tuple[str, ...] = ()
     nproc: Optional[int] = None
     host: Optional[str] = None
-    """Where its supervisor runs or ran."""
+    """The host on which its supervisor runs or ran."""
     step: Optional[int] = None
     steps: Optional[int] = None
-    """How many there will be."""
+    """The total number of steps."""
     loss: Optional[float] = None
     step_s: Optional[float] = None
     """Seconds of a recent step."""
     command: str = ""
-    """The beginning of a program's words; empty for the trainer."""
+    """The beginning of a program's command; empty for the trainer."""
     ran_s: Optional[float] = None
-    """How long its last attempt has run, or ran, by the host's clock."""
+    """Seconds for which its last attempt has run, or ran, by the host's clock."""
 
 
 class GlanceRequest(NamedTuple):
-    """A look at one job, by one who knows what an earlier look has shown."""
+    """A request for one job's current state, with what the client already has."""
 
     job: str
     metrics_file: str = ""
     metrics_from: int = 0
     log_mark: str = ""
     whole: bool = False
-    """The last line of the metrics too, with all that stands in it."""
+    """Also send the complete last line of the metrics."""
 
 
 class NewMetrics(NamedTuple):
-    """What has come to metrics.jsonl: some numbers of some of its lines."""
+    """New content of metrics.jsonl: some values of some of its lines."""
 
     records: Tuple[Dict[str, float], ...] = ()
     file: str = ""
     to: int = 0
-    """Where the next look begins."""
+    """The offset for the next request."""
     anew: bool = False
-    """What was known before is of another file."""
+    """The client's earlier values are from another file."""
 
 
 class Glance(NamedTuple):
@@ -156,9 +156,9 @@ class Glance(NamedTuple):
     row: Row
     gpus: Tuple[GpuLoad, ...] = ()
     no_gpus: str = ""
-    """Why there are none."""
+    """Why no GPUs are shown."""
     metrics: NewMetrics = NewMetrics()
     log: Optional[str] = None
-    """Its last lines; None where they are as before."""
+    """Its last log lines; None if they have not changed."""
     log_mark: str = ""
     latest: Optional[str] = None

@@ -1,4 +1,5 @@
-"""What of this host a job lives on, looked at while it runs and again at its death: file systems, memory, limits, GPUs.
+"""The host's resources that a job uses (file systems, memory, limits, GPUs), sampled while it runs and again at a
+failure.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -19,18 +20,18 @@ T = TypeVar("T")
 FIRST_S, SAMPLE_S = 1.0, 5.0
 _RLIMITS = {"open_files": "NOFILE", "processes": "NPROC", "address_space": "AS", "file_bytes": "FSIZE", "cpu_s": "CPU"}
 ANSWER_S = 12.0
-"""A dead network file system or driver answers never; the verdict waits no longer for them."""
+"""Seconds to wait for a network file system or a driver, which may never answer; the verdict waits no longer."""
 
 
 class Room(NamedTuple):
-    """A file system that the job uses, and the least that was free there since its start."""
+    """A file system that the job uses, and its smallest free space since the job's start."""
 
     path: str
     uses: Tuple[str, ...]
-    """What of the job lies there: `the job folder`."""
+    """What the job has there: `the job folder`."""
     free_bytes: int
     inodes_free: Optional[int] = None
-    """None where the file system does not count them."""
+    """None if the file system does not count them."""
     read_only: bool = False
     least_bytes: Optional[int] = None
     least_inodes: Optional[int] = None
@@ -41,18 +42,18 @@ class Limits(NamedTuple):
 
     open_files: Optional[int] = None
     processes: Optional[int] = None
-    """Of this user."""
+    """The limit of this user."""
     address_space: Optional[int] = None
     file_bytes: Optional[int] = None
     cpu_s: Optional[int] = None
     group_memory: Optional[int] = None
-    """Of the control group, as the next ones are."""
+    """The limit of the control group, like the next ones."""
     group_processes: Optional[int] = None
     group_used: int = 0
     forks_refused: int = 0
-    """How often so far."""
+    """How often a fork was refused so far."""
     commits: bool = False
-    """vm.overcommit_memory=2: no more may be reserved than there is."""
+    """vm.overcommit_memory=2: processes cannot reserve more memory than exists."""
 
 
 class Memory(NamedTuple):
@@ -61,14 +62,14 @@ class Memory(NamedTuple):
 
 
 class Gpus(NamedTuple):
-    """Of the GPUs of the job, what is wrong with them, in words."""
+    """The faults of the job's GPUs, as text."""
 
     gone: Tuple[str, ...] = ()
     driver: str = ""
-    """Why it does not answer."""
+    """Why the driver does not answer."""
     faults: Tuple[str, ...] = ()
     others: Tuple[str, ...] = ()
-    """Who else computes on them."""
+    """Other processes that compute on them."""
 
 
 class Vitals(NamedTuple):
@@ -94,8 +95,8 @@ def places(job_path: str, cache: str, env: Mapping[str, str]) -> Dict[str, str]:
 
 
 def read_rooms(found: Mapping[str, str], *, network_too: bool = True) -> Tuple[Room, ...]:
-    """The file systems of these paths, each once. One that cannot be asked is left out, and without `network_too` one
-    that another machine serves, which may never answer; that of the first path is asked all the same."""
+    """The file systems of these paths, each once. Leaves out one that cannot be read. Without `network_too`, also
+    leaves out one that another machine serves, which may never answer; the first path's is always read."""
     rooms: Dict[int, Room] = {}
     mounts = "" if network_too else read_text("/proc/mounts")
     for number, (path, use) in enumerate(found.items()):
@@ -111,7 +112,7 @@ def read_rooms(found: Mapping[str, str], *, network_too: bool = True) -> Tuple[R
             uses = room.uses if use in room.uses else (*room.uses, use)
             rooms[device] = room._replace(uses=uses)
             continue
-        # root may take what is held back for it
+        # root may use the reserved space
         free = (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
         rooms[device] = Room(
             path,
@@ -124,7 +125,7 @@ def read_rooms(found: Mapping[str, str], *, network_too: bool = True) -> Tuple[R
 
 
 def read_own_limits() -> Limits:
-    """Of this process, which what it starts inherits, and of its control group."""
+    """The limits of this process, which its children inherit, and of its control group."""
     group = read_limits()
     own = {field: _limit(name) for field, name in _RLIMITS.items()}
     return Limits()._replace(
@@ -148,8 +149,7 @@ def read_memory() -> Memory:
 
 
 def read_gpus(devices: Sequence[str], env: Dict[str, str], ours: Sequence[int], since_boot_s: float) -> Gpus:
-    """`devices`: as they are leased; `ours`: the pids of the job; what the kernel said before `since_boot_s` is passed
-    over."""
+    """`devices`: as they are leased. `ours`: the job's PIDs. Kernel messages before `since_boot_s` are ignored."""
     from ..gpus import health, nvidia
     from ..host.errors import AgentError
 
@@ -175,7 +175,7 @@ def read_gpus(devices: Sequence[str], env: Dict[str, str], ours: Sequence[int], 
 
 
 def in_time(read: Callable[[], T], default: T, *, timeout_s: float = ANSWER_S) -> T:
-    """What a reader finds within that time; `default` when it takes longer or fails."""
+    """The result of `read`; `default` if it takes longer than `timeout_s` or fails."""
     found: List[T] = []
 
     def run() -> None:
@@ -190,11 +190,11 @@ def in_time(read: Callable[[], T], default: T, *, timeout_s: float = ANSWER_S) -
     return found[0] if found else default
 
 
-# --- over the time of an attempt --------------------------------------------------------------------------------------
+# --- during an attempt ------------------------------------------------------------------------------------------------
 
 
 class VitalWatch:
-    """Looks from time to time while all goes well, and once more at the death."""
+    """Samples the resources while the job runs, and once more at a failure."""
 
     def __init__(self, found: Mapping[str, str]) -> None:
         self._places = dict(found)
@@ -204,7 +204,7 @@ class VitalWatch:
         self._next = self.began_s + FIRST_S
 
     def sample(self) -> bool:
-        """Called often; whether it has looked."""
+        """Call it often. Returns whether it took a sample."""
         if time.monotonic() < self._next:
             return False
         self._rooms()
@@ -212,7 +212,7 @@ class VitalWatch:
         return True
 
     def at_death(self, named: Sequence[str], gpus: Callable[[], Gpus]) -> Vitals:
-        """`named`: files that the job's last words name."""
+        """The resources at the failure. `named`: files in the job's last log lines."""
         where = {**self._places, **{path: os.path.dirname(path) for path in named}}
         none: Tuple[Room, ...] = ()
         rooms = in_time(lambda: read_rooms(where), none, timeout_s=2.0) or self._rooms()

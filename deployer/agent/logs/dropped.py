@@ -15,7 +15,7 @@ LIMIT_KEY = "log_max_bytes"
 
 
 class Dropped:
-    """What dropped.json of one attempt's log folder says, read again when it has changed."""
+    """The content of dropped.json in one attempt's log folder; reads it again when it has changed."""
 
     def __init__(self, folder: str) -> None:
         self._path = os.path.join(folder, DROPPED_FILE)
@@ -26,7 +26,7 @@ class Dropped:
         return self.read().get(file, 0)
 
     def read(self) -> Dict[str, int]:
-        """File name -> first kept offset, and LIMIT_KEY; empty when nothing was dropped."""
+        """File name -> first kept offset, and LIMIT_KEY; empty if nothing was dropped."""
         try:
             info = os.stat(self._path)
         except OSError:

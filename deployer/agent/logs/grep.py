@@ -1,4 +1,4 @@
-"""Of a log's chunks, the whole lines that match a pattern, each at its own offset.
+"""Filters a log's chunks: the complete lines that match a pattern, each at its own offset.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -10,7 +10,7 @@ from ..host.errors import AgentError
 from .read import Chunk
 
 LINE_BYTES = 256 << 10
-"""Of a longer line only so much is searched and shown."""
+"""Of a longer line, only this many bytes are searched and shown."""
 
 
 class Match(NamedTuple):
@@ -21,10 +21,10 @@ class Match(NamedTuple):
 
 
 class LineFilter:
-    """Takes chunks in order, gives out lines as soon as they are whole."""
+    """Takes chunks in order and returns lines as soon as they are complete."""
 
     def __init__(self, pattern: str) -> None:
-        """AgentError for what is no regular expression here."""
+        """Raises AgentError if the pattern is not a valid regular expression."""
         try:
             self._search = re.compile(pattern.encode("utf-8", "surrogateescape")).search
         except (re.error, OverflowError, RecursionError) as error:

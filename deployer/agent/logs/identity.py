@@ -1,7 +1,7 @@
-"""A log as the file that it is, whatever name it goes by: found again after a rename, a removal, a cut.
+"""Identifies a log by its file, not by its name: finds it again after it was renamed, removed or truncated.
 
-A rank's wrapper notes the file that it has opened. A reader knows a log by that, by how far it has read, and by the
-last bytes before that place; with these a client finds it again over another connection.
+A rank's wrapper records the file that it has opened. A reader identifies a log by this file, by its own offset, and by
+the last bytes before the offset; with these a client finds the log again over another connection.
 Stdlib only, Python 3.8, Linux.
 """
 
@@ -13,11 +13,11 @@ from ..host.layout import Job, LogName
 from ..host.typed import Damage, read_typed
 
 TAIL = 16
-"""So many bytes before a place tell whether it is still the same one."""
+"""Number of bytes before an offset that are compared to identify a file."""
 
 
 class Change(NamedTuple):
-    """What became of a log that is read. `file`: by LogName, where reading goes on."""
+    """A change of a log that is being read. `file`: the LogName under which reading continues."""
 
     file: str
     what: Literal["renamed", "removed", "replaced", "cut", "gone"]
@@ -26,7 +26,7 @@ class Change(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Which file it is, and the last bytes that were read of it."""
+    """A log's file and the last bytes that were read."""
 
     inode: int = 0
     tail: bytes = b""
@@ -46,14 +46,14 @@ class Mark(NamedTuple):
 
 
 class _RankLog(NamedTuple):
-    """Of a rank's record, what tells where its output goes."""
+    """The fields of a rank's record about its log."""
 
     pid: int = 0
     log_inode: int = 0
 
 
 class Place(NamedTuple):
-    """Where a log lies now. `change`: why not where it was."""
+    """A log's current path. `change`: why it is not the original one."""
 
     path: str
     change: Optional[Change] = None
@@ -64,7 +64,7 @@ def named_path(job: Job, name: LogName) -> str:
 
 
 def inode_of(path: str) -> int:
-    """0 for what is no regular file."""
+    """A file's inode; 0 if it is not a regular file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -73,8 +73,8 @@ def inode_of(path: str) -> int:
 
 
 def find_log(job: Job, name: LogName, inode: int = 0) -> Optional[Place]:
-    """The log's place: by its name, else under another one beside it, else through the process that writes it. None
-    when it is gone. `inode`: the file that it is; unless given, the one that the rank's wrapper noted."""
+    """A log's location: under its name, else under another name in the folder, else through the process that writes it.
+    None if it is gone. `inode`: the log's file; by default, the one that the rank's wrapper recorded."""
     path = named_path(job, name)
     here = inode_of(path)
     record = _rank_log(job, name)
@@ -84,7 +84,7 @@ def find_log(job: Job, name: LogName, inode: int = 0) -> Optional[Place]:
     moved = _moved(job, name, wanted, record.pid) if wanted else None
     if moved is not None:
         return moved
-    # a file system may number its files anew; only the bytes tell then
+    # a file system may give its files new inodes; then only the bytes identify one
     return Place(path, Change(name.text, "replaced") if wanted else None) if here else None
 
 
@@ -115,31 +115,31 @@ def _rank_log(job: Job, name: LogName) -> _RankLog:
 
 
 def ends_with(fd: int, tail: bytes, offset: int) -> bool:
-    """Whether a file goes at least up to that place, and these bytes come just before it."""
+    """Whether a file reaches up to this offset and has these bytes just before it."""
     tail = tail[-offset:] if offset else b""
     return os.fstat(fd).st_size >= offset and os.pread(fd, len(tail), offset - len(tail)) == tail
 
 
 class Stream:
-    """One file that is read on, under the name by which a client knows it."""
+    """One file that is being read, under the name that the client uses."""
 
     def __init__(self, name: LogName, fd: int, offset: int, tail: Optional[bytes] = None) -> None:
-        """`tail`: what a client has seen before `offset`; unless given, what stands there."""
+        """`tail`: the bytes before `offset` that the client has; by default, the file's bytes there."""
         self.name = name
         self.fd = fd
         self.inode = os.fstat(fd).st_ino
         self.offset = offset
         self.tail = os.pread(fd, min(TAIL, offset), max(0, offset - TAIL)) if tail is None else tail
         self.moved = False
-        """It has been told that it is no longer where it was made."""
+        """Its rename or removal has been reported."""
 
     @property
     def mark(self) -> Mark:
         return Mark(self.inode, self.tail)
 
     def read(self, size: int, first_kept: int) -> Optional[bytes]:
-        """What follows, at most `size` bytes; None when this is no longer what was read before: it was cut. Before
-        `first_kept` nothing is as it was."""
+        """The next bytes, at most `size`. None if the file was truncated, so that the earlier bytes differ. Bytes
+        before `first_kept` were dropped and are not compared."""
         there = os.fstat(self.fd).st_size
         if there <= self.offset:
             return b"" if there == self.offset else None
@@ -150,11 +150,11 @@ class Stream:
         return data[back:]
 
     def go_on(self, offset: int, data: bytes) -> None:
-        """These bytes, from that place on, have been read."""
+        """Records that these bytes at this offset were read."""
         before = self.tail if offset == self.offset else b""
         self.offset, self.tail = offset + len(data), (before + data)[-TAIL:]
 
     def begin_anew(self) -> None:
-        """It was cut: what it holds now is told under the next name."""
+        """Starts again at the beginning after a truncation; the content gets the next name."""
         self.name = self.name._replace(copy=self.name.copy + 1)
         self.offset, self.tail = 0, b""

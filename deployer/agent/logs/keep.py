@@ -1,7 +1,7 @@
-"""What a supervisor does about its job's logs while the ranks write them: notes when they grew, keeps them in size.
+"""The supervisor's work on logs while the ranks write them: records when they grew, and keeps their size limit.
 
-The ranks append to their files themselves. A hole punched into the beginning of such a file gives its blocks back to
-the disk; offsets stay what they are, nothing is copied, and the rank notices nothing. What is freed is told first.
+The ranks append to their files themselves. A hole punched into the beginning of a file returns its blocks to the disk:
+offsets do not change, nothing is copied, and the rank notices nothing. The freed part is recorded first.
 Stdlib only, Python 3.8, Linux.
 """
 
@@ -14,20 +14,20 @@ from .dropped import DROPPED_FILE, LIMIT_KEY, Dropped
 from .times import EVERY_S, TimeIndex, sizes_of
 
 KEPT_SHARE = 0.9
-"""Of the limit, once it is exceeded: each time a tenth is freed at once."""
+"""The share of the limit that is kept when it is exceeded, so that a tenth is freed each time."""
 LINE_SEARCH = 64 << 10
-"""Within so many bytes the kept part begins with a whole line."""
+"""The kept part begins at the next line start within this many bytes."""
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 def first_to_keep(size: int, first_kept: int, limit: int) -> Optional[int]:
-    """Where the kept part of a file may begin from now on; None while it is within the limit."""
+    """The new start of a file's kept part; None while the file is within the limit."""
     return None if size - first_kept <= limit else size - int(limit * KEPT_SHARE)
 
 
 class LogKeeper:
-    """Looks after one folder of logs."""
+    """Maintains one folder of logs."""
 
     def __init__(self, folder: str, limit_bytes: Optional[int]) -> None:
         self._folder = folder
@@ -36,7 +36,7 @@ class LogKeeper:
         self._due = 0.0
 
     def look(self, *, now: bool = False) -> Optional[str]:
-        """Does what is due, at most every EVERY_S unless `now`. A warning for the job's status, once."""
+        """Does its work, at most every EVERY_S unless `now`. Returns a warning for the job's status, once."""
         if time.monotonic() < self._due and not now:
             return None
         self._due = time.monotonic() + EVERY_S
@@ -55,7 +55,8 @@ class LogLimit:
         self._off = False
 
     def apply(self, sizes: Dict[str, int]) -> Optional[str]:
-        """Frees what exceeds the limit. A text, once, when this file system cannot: then everything is kept."""
+        """Frees the part beyond the limit. If this file system cannot, returns a warning once, and everything is
+        kept."""
         for name, size in sizes.items():
             if size < self._dropped.get(name, 0):  # another file has its name, or it was cut
                 self._forget(name)
@@ -98,13 +99,13 @@ class LogLimit:
 
 
 def _next_line(fd: int, offset: int) -> int:
-    """The beginning of the next line; `offset` itself when there is none near."""
+    """The start of the next line; `offset` itself if there is none within LINE_SEARCH."""
     newline = os.pread(fd, LINE_SEARCH, offset).find(b"\n")
     return offset if newline < 0 else offset + newline + 1
 
 
 def _try_punching(folder: str) -> None:
-    """OSError where the file system cannot punch holes."""
+    """Raises OSError if the file system cannot punch holes."""
     path = os.path.join(folder, ".punch.%d" % os.getpid())
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:

@@ -1,8 +1,8 @@
-"""A job's logs as bytes: every file of its attempts by offset, so that a reader can go on after any cut.
+"""A job's logs as bytes: every file of its attempts by offset, so that a reader can continue after a broken connection.
 
 Offsets are per file name (LogName): prepare.log, launcher.log, rank_N.log of the first attempt, attempt_2/rank_N.log
-and so on of later ones; ROLE/nodeK/rank_N.log of a job with several groups of processes. Polling only: inotify is blind
-on network file systems.
+and so on of later ones; ROLE/nodeK/rank_N.log of a job with several groups of processes. It only polls: inotify does
+not work on network file systems.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -18,7 +18,7 @@ from .identity import TAIL, Change, Mark, Stream, ends_with, find_log, inode_of,
 
 CHUNK_BYTES = 48 * 1024  # of one frame's body
 POLL_BYTES = 1 << 20
-"""At most so much comes from one poll, taken in turns from all files."""
+"""Maximum bytes of one poll, taken in turns from all files."""
 TAIL_BYTES = 1 << 20
 """How far back a file is searched for its last lines: a progress bar may be one endless line."""
 
@@ -34,15 +34,15 @@ class Chunk(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Some of an attempt's processes: what is None chooses nothing, so all of it is taken."""
+    """A selection of an attempt's processes; None selects all."""
 
     role: Optional[str] = None
     node: Optional[int] = None
     ranks: Optional[Collection[int]] = None
 
     def takes(self, name: LogName) -> bool:
-        """Whether it is a log of theirs. What a name does not say there is one of: of roles the only one, of nodes
-        node 0. The preparation was for all."""
+        """Whether the log belongs to the selected processes. A name without a role means the only role, one without a
+        node means node 0. prepare.log belongs to all."""
         if self.ranks is None and name.file == PREPARE_LOG:
             return True
         role, node = name.group
@@ -54,12 +54,12 @@ ALL = Chosen()
 
 
 class LogReader:
-    """Reads on in the files of an attempt, also in those that appear later, and then in those of the next attempts.
+    """Reads an attempt's files, including those that appear later, and then those of the next attempts.
 
-    It begins with `attempt`, else with the last one that `offsets` name, else with the latest. `offsets` say where to
-    begin in each file (0 unless named), `marks` which file that is; `chosen` restricts it to the logs of some
-    processes; with `stay` it reads one attempt alone. A file is read to its end whatever becomes of its name; one that
-    takes its name is read after it. `changes` says what became of names.
+    It begins with `attempt`, else with the last one in `offsets`, else with the latest. `offsets`: where to begin in
+    each file (default 0). `marks`: which file that is. `chosen`: read only the logs of some processes. `stay`: read
+    only one attempt. A file is read to its end whatever happens to its name; a file that gets its name is read after
+    it. `changes`: the changes of names so far.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class LogReader:
         self._ends: Dict[int, int] = {}
 
     def stop_here(self) -> None:
-        """What is written from now on is not read: a job that writes without a pause would have no present end."""
+        """Limits reading to the current sizes of the logs. Otherwise a reader would never reach the end of a job that
+        writes without a pause."""
         attempt = latest_attempt(self._job)
         for name in log_names(self._job, attempt) if attempt is not None else []:
             try:
@@ -100,24 +101,25 @@ class LogReader:
         self._streams = {}
 
     def limit(self, name: str) -> Optional[int]:
-        """The size limit of a file, in bytes, once a part of it was dropped."""
+        """The size limit of a file, in bytes, once a part of it was dropped; else None."""
         dropped = self._dropped.get(os.path.dirname(name))
         return dropped.read().get(LIMIT_KEY) if dropped else None
 
     def mark(self, file: str, tail: bytes) -> str:
-        """By which a file is known again from where these bytes end."""
+        """A mark that identifies a file, given its last bytes so far."""
         name = LogName.parse(file)
         streams = self._streams.get(name._replace(copy=1), []) if name is not None else []
         inode = next((stream.inode for stream in streams if stream.name == name), 0)
         return Mark(inode, tail[-TAIL:]).text
 
     def poll(self) -> List[Chunk]:
-        """What has come since the last poll, at most POLL_BYTES, in pieces of at most CHUNK_BYTES; offsets move on."""
+        """New content since the last poll, at most POLL_BYTES, in pieces of at most CHUNK_BYTES; advances the
+        offsets."""
         if self._attempt is None:
             self._attempt = latest_attempt(self._job)
         if self._attempt is None:
             return []
-        # asked first: once it is there, this one's logs are whole
+        # checked first: once a later attempt exists, this one's logs are complete
         following = None if self._stay else next_attempt(self._job, self._attempt)
         chunks = self._poll(self._attempt)
         while not chunks and following is not None:
@@ -151,7 +153,8 @@ class LogReader:
         return [stream for name in sorted(names, key=_reading_order) for stream in self._streams[name]]
 
     def _begin(self, name: LogName) -> List[Stream]:
-        """Where reading begins in a log: at its beginning, or where a client stood, in each file of that name."""
+        """The files of a log with their start offsets: the beginning, or the client's last position in each file of
+        this name."""
         found: List[Stream] = []
         known = {text: LogName.parse(text) for text in self.offsets}
         copies = [copy for copy in known.values() if copy is not None and copy._replace(copy=1) == name]
@@ -180,7 +183,8 @@ class LogReader:
             self.changes.append(Change(name.text, "gone"))
 
     def _tell_moved(self, stream: Stream, change: Change) -> None:
-        """Of a log that is not the file by its name. "replaced": the bytes tell whether it is another one."""
+        """Reports that a log is not the file under its name. If it was "replaced", the bytes show whether it is another
+        file."""
         if change.what != "replaced":
             stream.moved = True
         elif ends_with(stream.fd, stream.tail, stream.offset) and stream.offset:
@@ -194,7 +198,7 @@ class LogReader:
         begun, first = stream.offset, self._first_kept(dropped, stream)
         try:
             data = stream.read(CHUNK_BYTES, first)
-            # asked after the reading: what is to be freed is told first, and freed bytes read as zeros
+            # read after the data: a part is recorded before it is freed, and freed bytes read as zeros
             first = self._first_kept(dropped, stream)
             if data is None and stream.offset >= first:
                 stream.begin_anew()
@@ -215,7 +219,7 @@ class LogReader:
         return Chunk(name, offset, data, offset - begun, stream.mark.text) if data else None
 
     def _look_again(self, stream: Stream) -> None:
-        """At a file that was read to its end: does it still have its name, or has another one taken that?"""
+        """Checks a file that was read to its end: whether it still has its name, or another file has it now."""
         base = stream.name._replace(copy=1)
         streams = self._streams.get(base, [])
         path = named_path(self._job, base)
@@ -236,7 +240,7 @@ class LogReader:
                 return
 
     def _is_alike(self, path: str, stream: Stream) -> bool:
-        """Whether a file of another number is the same all the same: some file systems number anew."""
+        """Whether a file with another inode is still the same one: some file systems change inodes."""
         try:
             fd = open_to_read(path)
         except OSError:
@@ -253,18 +257,17 @@ class LogReader:
 
     def _first_kept(self, dropped: Dropped, stream: Stream) -> int:
         first = dropped.first_kept(stream.name.file)
-        # what the first file of that name has lost is no matter to the next one
+        # what the first file of this name has lost does not concern the next one
         return first if stream.name.copy == 1 or first <= os.fstat(stream.fd).st_size else 0
 
 
 def log_path(job: Job, name: LogName) -> str:
-    """Where a log lies, also under another name; where it was made when it is gone."""
+    """A log's path, possibly under another name; if it is gone, its original path."""
     place = find_log(job, name)
     return named_path(job, name) if place is None else place.path
 
 
 def attempt_of(name: str) -> int:
-    """The attempt that a log's name means."""
     found = LogName.parse(name)
     return found.attempt if found is not None else 1
 
@@ -275,12 +278,12 @@ def latest_attempt(job: Job) -> Optional[int]:
 
 
 def next_attempt(job: Job, attempt: int) -> Optional[int]:
-    """Number of the attempt that came after this one; None when this is the last so far."""
+    """Number of the attempt after this one; None if this is the last so far."""
     return min((n for n in attempts(job) if n > attempt), default=None)
 
 
 def attempts(job: Job) -> List[int]:
-    """Numbers of the attempts that have a log folder, in no order."""
+    """Numbers of the attempts that have a log folder, unordered."""
     try:
         names = os.listdir(os.path.dirname(job.logs(1)))
     except OSError:
@@ -305,15 +308,15 @@ def _reading_order(name: LogName) -> Tuple[int, Tuple[str, int], int]:
 
 
 def tail_offsets(job: Job, lines: int, chosen: Chosen = ALL, attempt: Optional[int] = None) -> Dict[str, int]:
-    """Where to begin in each log of an attempt (the latest one) to get its last `lines` lines (0: none of it)."""
+    """The start offset of the last `lines` lines in each log of an attempt (default: the latest); 0 lines: the end."""
     attempt = attempt or latest_attempt(job)
     names = log_names(job, attempt, chosen) if attempt is not None else []
     return {name.text: _tail_offset(log_path(job, name), lines) for name in names}
 
 
 def last_lines(job: Job, chosen: Chosen, lines: int, *, attempt: Optional[int] = None) -> bytes:
-    """The last lines of the first log of the chosen ranks in an attempt (the latest), at most TAIL_BYTES. If no ranks
-    are chosen: of the launcher's, or the preparation's when nothing was launched. Empty when there is none."""
+    """The last lines of the first log of the chosen ranks in an attempt (default: the latest), at most TAIL_BYTES. If
+    no ranks are chosen: of launcher.log, or of prepare.log if nothing was launched. Empty if there is none."""
     attempt = attempt or latest_attempt(job)
     names = log_names(job, attempt, chosen) if attempt is not None else []
     if chosen.ranks is None:
@@ -322,7 +325,7 @@ def last_lines(job: Job, chosen: Chosen, lines: int, *, attempt: Optional[int] =
 
 
 def tail_of(path: str, lines: int) -> bytes:
-    """The last lines of a log, at most TAIL_BYTES; empty when there is none."""
+    """The last lines of a log, at most TAIL_BYTES; empty if it cannot be read."""
     try:
         with open(path, "rb") as f:
             f.seek(_tail_offset(path, lines))
@@ -332,7 +335,7 @@ def tail_of(path: str, lines: int) -> bytes:
 
 
 def _tail_offset(path: str, lines: int) -> int:
-    """Offset of the n-th last line; a last line without newline is a line. Not before the last TAIL_BYTES."""
+    """Offset of the n-th last line, at most TAIL_BYTES back; a last line without a newline counts."""
     try:
         with open(path, "rb") as f:
             size = f.seek(0, os.SEEK_END)
@@ -357,7 +360,7 @@ def _tail_offset(path: str, lines: int) -> int:
 
 
 def line_start(path: str, offset: int) -> int:
-    """Where the line begins that goes on at `offset`; `offset` itself when that is further back than CHUNK_BYTES."""
+    """The start of the line at `offset`; `offset` itself if the start is more than CHUNK_BYTES back."""
     start = max(0, offset - CHUNK_BYTES)
     try:
         with open(path, "rb") as f:

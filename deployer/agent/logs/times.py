@@ -1,7 +1,7 @@
-"""When which byte of a log was written: an index beside the raw logs, which carry no times themselves.
+"""Records when each byte of a log was written: an index beside the raw logs, which contain no times.
 
-One line per second in which a log grew: Unix time, time since boot, size of every file. The time since boot says
-how far apart two lines are whatever happened to the clock. Stdlib only, Python 3.8, Linux.
+One line per second in which a log grew: Unix time, time since boot, size of every file. The time since boot shows how
+far apart two lines are, even if the clock was changed. Stdlib only, Python 3.8, Linux.
 """
 
 import json
@@ -16,7 +16,7 @@ from .read import attempts, line_start, log_names, log_path
 
 EVERY_S = 1.0
 MAX_BYTES = 1 << 20
-"""An index that exceeds this gives up every other line of its older three quarters."""
+"""If an index is larger, every other line of its older three quarters is removed."""
 
 
 @as_row
@@ -27,15 +27,13 @@ class Entry(NamedTuple):
 
 
 class TimeIndex:
-    """Writes the index of one folder of logs."""
-
     def __init__(self, folder: str, *, max_bytes: int = MAX_BYTES) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._sizes: Dict[str, int] = {}
 
     def note(self, sizes: Dict[str, int]) -> None:
-        """Adds a line when a size has changed. A disk without room makes the index coarser, nothing else."""
+        """Adds a line if a size has changed. On a full disk the index only becomes coarser."""
         if sizes == self._sizes:
             return
         line = json.dumps([round(time.time(), 3), round(_since_boot(), 3), sizes], separators=(",", ":"))
@@ -61,7 +59,7 @@ def thinned(lines: List[bytes]) -> List[bytes]:
 
 
 def sizes_of(folder: str) -> Dict[str, int]:
-    """Every log that lies in a folder itself, with its present size."""
+    """The current size of every log directly in a folder."""
     sizes = {}
     for file in sorted(file for group, file in group_files(folder) if group == ALONE and is_log(file)):
         try:
@@ -72,7 +70,7 @@ def sizes_of(folder: str) -> Dict[str, int]:
 
 
 def read_index(folder: str) -> List[Entry]:
-    """The lines that can be read; empty for a job from before there was an index."""
+    """The lines that can be read; empty for a job without an index."""
     try:
         lines = read_whole(os.path.join(folder, TIMES_FILE), 4 * MAX_BYTES).splitlines()
     except OSError:
@@ -81,10 +79,11 @@ def read_index(folder: str) -> List[Entry]:
 
 
 def offsets_since(entries: Iterable[Entry], unix_s: float) -> Dict[str, int]:
-    """Where each log stood just before that time (files that are missing: 0), to the second, or earlier.
+    """The size of each log just before this time, to the second, or earlier; a file that is not in the result had size
+    0.
 
-    The clock of the newest line is taken for right, and the older ones are placed by the time since boot: a clock that
-    was put right on the way, forward or back, changes nothing.
+    The clock of the newest line counts as right, and the older lines are placed by the time since boot. So a clock that
+    was changed in between has no effect.
     """
     entries = list(entries)
     if not entries:
@@ -99,7 +98,7 @@ def offsets_since(entries: Iterable[Entry], unix_s: float) -> Dict[str, int]:
 
 
 def attempt_at(job: Job, unix_s: float) -> Optional[int]:
-    """The attempt in which to begin for what was written since then: the first that still wrote, or the latest."""
+    """The attempt from which to read what was written since then: the first one that still wrote, or the latest."""
     numbers = sorted(attempts(job))
     for number in numbers:
         if any(index[-1].unix_s >= unix_s for index in _indices(job, number).values() if index):
@@ -108,7 +107,7 @@ def attempt_at(job: Job, unix_s: float) -> Optional[int]:
 
 
 def offsets_at(job: Job, attempt: int, unix_s: float) -> Dict[str, int]:
-    """`offsets_since` of an attempt, each moved back to the beginning of its line, by the names that a reader uses."""
+    """`offsets_since` of an attempt, each moved back to the start of its line, by LogName."""
     stood = {folder: offsets_since(index, unix_s) for folder, index in _indices(job, attempt).items()}
     paths = {name: log_path(job, name) for name in log_names(job, attempt)}
     found = {name: stood[os.path.dirname(path)].get(name.file, 0) for name, path in paths.items()}
@@ -116,7 +115,7 @@ def offsets_at(job: Job, attempt: int, unix_s: float) -> Dict[str, int]:
 
 
 def _indices(job: Job, attempt: int) -> Dict[str, List[Entry]]:
-    """The index of each folder that holds logs of an attempt."""
+    """The index of each folder with logs of an attempt."""
     folders = {os.path.dirname(log_path(job, name)) for name in log_names(job, attempt)}
     return {folder: read_index(folder) for folder in sorted(folders)}
 
@@ -129,7 +128,7 @@ def _parse(line: bytes) -> Optional[Entry]:
 
 
 def _append(path: str, data: bytes) -> int:
-    """The file's size afterwards."""
+    """Appends to a file. Returns its new size."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         os.write(fd, data)

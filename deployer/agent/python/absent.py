@@ -1,4 +1,4 @@
-"""A job that ended because a module was missing: which file of its project asks for it, and why that was of no use.
+"""Explains a missing module: which file of the project lists it, and why it was not installed.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -28,7 +28,7 @@ _DISTRIBUTIONS = {
     "umap": "umap-learn",
     "yaml": "pyyaml",
 }
-"""What some modules' distributions are called; most have the module's own name."""
+"""Module -> distribution, if they have different names."""
 _SIZE = 4 << 20
 _DEPTH, _FOLDERS = 3, 2000
 
@@ -39,8 +39,8 @@ class Absent(NamedTuple):
 
 
 def explain_module(name: str, code_dir: str, spec: PythonSpec, python: str) -> Optional[Absent]:
-    """Of a module that was missing, by its dotted name; None where the project has it and lacks a part of it. `python`:
-    the interpreter that lacks it."""
+    """Explains a missing module (its dotted name); None if the project has the module and only a part of it is missing.
+    `python`: the interpreter that does not have it."""
     module, _, part = name.partition(".")
     for folder in _own(module, code_dir):
         if part and os.path.isdir(os.path.join(code_dir, folder, module)):
@@ -53,7 +53,7 @@ def explain_module(name: str, code_dir: str, spec: PythonSpec, python: str) -> O
         if _names(os.path.join(code_dir, path), wanted):
             return _unused(path, wanted, spec, python)
     line = "%s has no %s, and no file of the project asks for it" % (python, wanted)
-    return Absent(line, "add %s to requirements.txt, or --python P names an interpreter that has it" % wanted)
+    return Absent(line, "add %s to requirements.txt, or name an interpreter that has it with --python P" % wanted)
 
 
 def _unused(path: str, name: str, spec: PythonSpec, python: str) -> Absent:
@@ -63,7 +63,9 @@ def _unused(path: str, name: str, spec: PythonSpec, python: str) -> Absent:
     is_asked = any(re.match(re.escape(name) + r"(?![\w-])", _plain(text)) for text in spec.requires + spec.locked)
     if is_asked:
         line = "%s asks for %s, and %s has a distribution of that name without the module" % (path, name, python)
-        return Absent(line, "add the one that holds it to %s, or --python P names an interpreter that has it" % path)
+        return Absent(
+            line, "add the one that holds it to %s, or name an interpreter that has it with --python P" % path
+        )
     if path.endswith("pyproject.toml") and spec.lock == path:
         line = "%s names %s, but not among project.dependencies, which alone are asked for" % (path, name)
         return Absent(line, "a requirements file with -e .[EXTRA], and --requirements FILE, asks for an extra's too")
@@ -73,7 +75,7 @@ def _unused(path: str, name: str, spec: PythonSpec, python: str) -> Absent:
 
 
 def _own(module: str, code_dir: str) -> Iterator[str]:
-    """Folders of the project in which the module lies, the outermost first."""
+    """Folders of the project that contain the module, the outermost first."""
     level, seen = ["."], 0
     for _ in range(_DEPTH + 1):
         inner = []
@@ -99,7 +101,7 @@ def _folders(path: str) -> Iterator[str]:
 
 
 def _lists(code_dir: str, spec: PythonSpec) -> Iterator[str]:
-    """The files that may list it, the one that was used first."""
+    """The files that may list the module, the lock first."""
     if spec.lock:
         yield spec.lock
     found = glob.glob(os.path.join(glob.escape(code_dir), "requirements*.txt"))

@@ -1,4 +1,4 @@
-"""Environments built on the host: a venv from a file of the project and requirements, once per content.
+"""Builds environments on the host: a venv from a file of the project and requirements, once per content.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -20,9 +20,9 @@ from .editable import compiled_modules, share_editables
 from .spec import PythonSpec
 
 OLDEST = (3, 10)
-"""The base of an environment is the first interpreter of the host that is at least this new, else simply the first."""
+"""An environment is built with the first interpreter of the host that is at least this new, else with the first one."""
 MISSING_HINT = (
-    "name an interpreter that has them with --python P, or ship wheels for a host without internet with --wheels DIR"
+    "name an interpreter that has them with --python P; for a host without internet, send wheels with --wheels DIR"
 )
 UV_HINT = "install uv there, or make the lock a file that pip reads: uv export --frozen --no-dev -o requirements.txt"
 _SHOWN = 8
@@ -30,7 +30,7 @@ _UNWANTED = ("PIP_REQUIRE_VIRTUALENV", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "
 
 
 class Interpreter(NamedTuple):
-    """An interpreter that runs, and which of the requirements it does not meet, each with what is there instead."""
+    """A working interpreter, and the requirements that it does not meet, each with what is installed instead."""
 
     path: str  # absolute, as sys.executable
     version: str
@@ -55,8 +55,8 @@ class Building:
         self._hidden = [value for name in spec.variables for value in forms_of(env.get(name, ""))]
 
     def environment(self, found: Sequence[Interpreter]) -> str:
-        """The interpreter of the environment. `found`: the host's interpreters, at least one. AgentError when it cannot
-        be built, with what failed and what the host's own interpreters lack."""
+        """The interpreter of the environment. `found`: the host's interpreters, at least one. Raises AgentError if it
+        cannot be built, with what failed and what the host's own interpreters lack."""
         fitting = [i for i in found if i.python_fits]
         base = next((i for i in fitting if _version(i.version) >= OLDEST), (fitting or list(found))[0])
         folder = os.path.join(self.root.envs, self._key(base))
@@ -90,7 +90,8 @@ class Building:
 
     @contextmanager
     def _only_one(self, path: str) -> Iterator[int]:
-        """Holds the lock of an environment. The installers inherit it: one that outlives its agent still holds it."""
+        """Holds the lock of an environment. The installers inherit the lock, so one that outlives its agent still holds
+        it."""
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -132,7 +133,7 @@ class Building:
             for name, command in self._installs(uv, folder, python):
                 self._run(name, command, lock_fd, cwd=where)
         except subprocess.CalledProcessError as error:
-            # uv reads a requirements file in its own way; what it calls no such file may be one to pip
+            # uv parses a requirements file differently: a file that it rejects may be valid for pip
             if error.cmd != "uv pip install" or error.returncode != _UV_CANNOT_READ or not self.lock.endswith(".txt"):
                 raise
             self._say("uv cannot read %s, pip tries" % self.spec.lock)
@@ -141,8 +142,8 @@ class Building:
                 self._run(name, command, lock_fd, cwd=where)
 
     def _installs(self, uv: str, folder: str, python: str) -> Iterator[Tuple[str, List[str]]]:
-        """What is run one after the other, each with a name for messages."""
-        # the project's folder is where they run, for paths in its files: -I keeps its modules out of pip
+        """The commands to run, in order, each with a name for messages."""
+        # they run in the project's folder, for paths in its files; -I keeps its modules out of pip
         pip = "uv pip install" if uv else "pip install"
         wheels = ["--no-index", "--find-links", self.spec.wheels] if self.spec.wheels else []
         install = (
@@ -168,7 +169,7 @@ class Building:
             yield pip, install + lock + besides
 
     def _run(self, name: str, command: List[str], lock_fd: int, *, cwd: str = "/") -> None:
-        """Runs a command with its output in the log. CalledProcessError with its last lines when it fails."""
+        """Runs a command with its output in the log. Raises CalledProcessError with its last lines if it fails."""
         last: Deque[str] = deque(maxlen=3)
         process = subprocess.Popen(
             command,
@@ -199,10 +200,11 @@ _GETTING_UV = "pip install uv"
 
 
 def _sync(uv: str, folder: str, project: str, wheels: List[str]) -> Iterator[Tuple[str, List[str]]]:
-    """What a uv.lock says, as uv sync does it; its versions from wheels of one's own, which the lock does not know."""
+    """The commands that install a uv.lock like uv sync; with wheels, its versions from these wheels, which the lock
+    does not contain."""
     python, here = os.path.join(folder, "bin", "python"), ["--directory", project]
     if not wheels:
-        # inexact: it would take itself away
+        # inexact: otherwise uv would remove itself
         yield "uv sync", [uv, *here, "sync", "--frozen", "--inexact", "--python", python]
         return
     listed = os.path.join(folder, "locked.txt")
@@ -216,8 +218,8 @@ def note(log: BinaryIO, line: str) -> None:
 
 
 def forms_of(value: str) -> List[bytes]:
-    """How a variable's value, or a line of it, may stand in a program's output, the longest first; what is too short to
-    be secret stays readable."""
+    """How a variable's value, or a line of it, may appear in a program's output, the longest first. Values too short to
+    be secret are left out."""
     from urllib.parse import quote
 
     found = set()
@@ -228,7 +230,7 @@ def forms_of(value: str) -> List[bytes]:
 
 
 def _is_complete(folder: str) -> bool:
-    # the base may have been removed since: then its link leads nowhere
+    # the base interpreter may have been removed since: then its link leads nowhere
     return os.path.exists(os.path.join(folder, "COMPLETE")) and os.path.exists(os.path.join(folder, "bin", "python"))
 
 

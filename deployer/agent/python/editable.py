@@ -1,7 +1,7 @@
-"""Editable installs in an environment that outlives the job whose copy of the project they point into.
+"""Editable installs in an environment that outlives the job to whose copy of the project they point.
 
-Each job runs in its own copy, which TORCHFERRY_RUN_DIR names: so what an installer wrote of the first one's path
-is made to ask for that variable. Stdlib only, Python 3.8: this package runs on the host.
+Each job runs in its own copy, which TORCHFERRY_RUN_DIR names. So paths of the first job's copy that an installer wrote
+are replaced by code that reads this variable. Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import glob
@@ -25,8 +25,8 @@ def compiled_modules(code_dir: str) -> FrozenSet[str]:
 
 
 def share_editables(environment: str, code_dir: str, before: FrozenSet[str]) -> None:
-    """AgentError for an editable install that only serves the job that made it. `before`: the tree's compiled modules
-    as it came."""
+    """Raises AgentError for an editable install that only works for the job that made it. `before`: the tree's compiled
+    modules as they were sent."""
     for name in sorted(compiled_modules(code_dir) - before):
         raise _refusal("builds %s into the project's own folder" % name)
     site = os.path.join(glob.escape(environment), "lib", "python*", "site-packages")

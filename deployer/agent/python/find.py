@@ -1,4 +1,5 @@
-"""The Python that runs the job: one of the host's that has what the job needs, else an environment built for it once.
+"""Finds the Python that runs the job: one of the host's that meets the job's requirements, else an environment built
+once.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -29,15 +30,16 @@ _USUAL = (
 _KEPT_ANSWERS = 64
 _KEPT_FAILURES, _LINE = 3, 200
 _NO_CAUSE = ("Current thread", "<no Python frame>")
-"""How what Python says of a fatal error ends."""
+"""Last lines of a fatal Python error that are not its cause."""
 
 
 def resolve_python(spec: PythonSpec, code_dir: str, root: Root, env: Dict[str, str], log: BinaryIO) -> str:
     """The absolute path of the job's interpreter.
 
-    spec: as in the plan, but its `wheels` is a folder of this host. An explicit interpreter must meet what can be
-    checked; else the first of the host's that meets all does; else an environment is built from the lock (a file of
-    code_dir) and `requires`, whose output goes to `log`. AgentError says what is missing.
+    `spec`: as in the plan, but its `wheels` is a folder of this host. An explicit interpreter must meet everything that
+    can be checked. Otherwise the first interpreter of the host that meets everything is used. Otherwise an environment
+    is built from the lock (a file of code_dir) and `requires`; its output goes to `log`. Raises AgentError with what is
+    missing.
     """
     if spec.explicit:
         if spec.unchecked:
@@ -60,7 +62,7 @@ def resolve_python(spec: PythonSpec, code_dir: str, root: Root, env: Dict[str, s
 
 
 def find_python(spec: PythonSpec, *, env: Dict[str, str], root: Root) -> str:
-    """As resolve_python, but only among what is there; AgentError with what each interpreter lacks."""
+    """As resolve_python, but only among existing interpreters. Raises AgentError with what each of them lacks."""
     with _Answers(root) as answers:
         if spec.explicit:
             return _explicit(spec.explicit, spec, env, answers)
@@ -98,7 +100,8 @@ def _explicit(path: str, spec: PythonSpec, env: Dict[str, str], answers: "_Answe
 
 
 def list_pythons(names: Sequence[str], *, env: Dict[str, str], root: Root) -> List[Tuple[str, str, Dict[str, str]]]:
-    """(path, Python's version, {distribution: version}) for each of the host's interpreters, asked at once."""
+    """(path, Python's version, {distribution: version}) for each of the host's interpreters, all asked at the same
+    time."""
     from concurrent.futures import ThreadPoolExecutor
 
     with _Answers(root) as answers, ThreadPoolExecutor(8) as pool:
@@ -114,7 +117,7 @@ def candidates(env: Dict[str, str]) -> List[str]:
     on_path = [os.path.join(folder, name) for folder in search.split(os.pathsep) for name in ("python3", "python")]
     paths, seen = [], set()
     for path in own + on_path + list(_USUAL) + [sys.executable]:
-        # a venv's python is a link to its base, so the folder tells them apart
+        # a venv's python is a link to its base, so the folder distinguishes them
         identity = (os.path.realpath(os.path.dirname(path)), os.path.realpath(path))
         if os.path.isabs(path) and os.access(path, os.X_OK) and identity not in seen:
             seen.add(identity)
@@ -125,7 +128,7 @@ def candidates(env: Dict[str, str]) -> List[str]:
 def _inspect_all(
     spec: PythonSpec, env: Dict[str, str], answers: "_Answers", *, stop: bool = True
 ) -> Iterator[Interpreter]:
-    """stop: at the first that lacks nothing."""
+    """The host's interpreters with what they lack. `stop`: end at the first that lacks nothing."""
     for path in candidates(env):
         interpreter = answers.inspect(path, spec, env)
         if interpreter is not None:
@@ -135,7 +138,7 @@ def _inspect_all(
 
 
 class _Answer(NamedTuple):
-    """What `checkpy.py` prints."""
+    """The output of `checkpy.py`."""
 
     executable: str
     version: str
@@ -146,15 +149,15 @@ class _Answer(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """An answer that is kept, and when what it is of changed last."""
+    """A stored answer, and the modification times on which it depends."""
 
     times: Dict[str, int]
     answer: _Answer
 
 
 class _Answers:
-    """What interpreters answered, kept in `envs/resolved.json` as long as neither they nor the folders where they look
-    for packages change: an interpreter's start is most of the time that a launch takes here."""
+    """The interpreters' answers, stored in `envs/resolved.json` as long as neither the interpreters nor their package
+    folders change: starting interpreters takes most of a launch's time here."""
 
     def __init__(self, root: Root) -> None:
         self._file = os.path.join(root.envs, "resolved.json")
@@ -163,7 +166,7 @@ class _Answers:
         self._failures = []  # type: List[str]  # of interpreters that do not run, with what they said last
 
     def why_none(self) -> str:
-        """What the interpreters said that do not run; "" when there was none."""
+        """The errors of interpreters that do not work; "" if there was none."""
         return "".join([": ", "; ".join(self._failures[:_KEPT_FAILURES])] if self._failures else [])
 
     def __enter__(self) -> "_Answers":
@@ -182,12 +185,12 @@ class _Answers:
             pass  # without it the next launch asks again
 
     def inspect(self, path: str, spec: PythonSpec, env: Dict[str, str]) -> Optional[Interpreter]:
-        """The interpreter at `path`; None when it does not run, or is older than Python 3.8."""
+        """The interpreter at `path`; None if it does not work, or is older than Python 3.8."""
         answer = self.ask(path, spec, env)
         return Interpreter(answer.executable, answer.version, answer.unmet, answer.python_fits) if answer else None
 
     def ask(self, path: str, spec: PythonSpec, env: Dict[str, str]) -> "Optional[_Answer]":
-        """What `checkpy.py` prints there; None as above."""
+        """The answer of `checkpy.py` there; None as above."""
         wanted = {"requires": spec.requires + spec.locked, "constraints": spec.constraints, "python": spec.python}
         question = json.dumps(wanted)
         asked = [path, question, env.get("PYTHONPATH"), env.get("PYTHONNOUSERSITE"), env.get("HOME")]
@@ -206,7 +209,7 @@ class _Answers:
 
 
 def _times(answer: "_Answer", path: str) -> Dict[str, int]:
-    """When the interpreter and the folders of its packages changed last, 0 for what is not there."""
+    """Modification times of the interpreter and its package folders; 0 for a missing one."""
     return {name: _mtime_ns(name) for name in [path, *answer.folders]}
 
 
@@ -218,7 +221,7 @@ def _mtime_ns(path: str) -> int:
 
 
 def _ask(path: str, question: str, env: Dict[str, str]) -> "Tuple[Optional[_Answer], str]":
-    """What `checkpy.py` prints there; or None, and why: the interpreter's last words."""
+    """The answer of `checkpy.py` there; or None and the reason, the interpreter's last line."""
     options: Dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": CHECK_TIMEOUT_S}
     try:
         done = subprocess.run([path, _CHECK], input=question.encode("ascii"), env=env, cwd="/", **options)

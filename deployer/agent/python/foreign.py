@@ -1,4 +1,4 @@
-"""Files that describe an environment in a way that is not built here. Stdlib only, Python 3.8: both ends use it."""
+"""Files that describe an environment in a form that is not built here. Stdlib only, Python 3.8: both sides use it."""
 
 import os
 from typing import Dict, Optional, Tuple
@@ -20,7 +20,7 @@ FILES = tuple(_TOOLS)
 
 
 def advice(path: str) -> Optional[Tuple[str, str]]:
-    """(what a file is, what to do instead); None for one that is not foreign."""
+    """(what a file is, what to do instead); None for a supported file."""
     found = _TOOLS.get(os.path.basename(path))
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""An environment over another one: it sees what that has, and what is installed goes into it alone.
+"""An environment on top of another one: it sees that one's packages, and installs only into itself.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -13,7 +13,7 @@ from ..host.typed import Damage, parse
 
 ASK_S = 60
 BASE = "BASE"
-"""A file of its folder: the interpreter below it."""
+"""A file in its folder with the path of the interpreter below it."""
 _QUESTION = """
 import importlib.util, json, os, site, sys
 own = site.getsitepackages() + ([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])
@@ -28,7 +28,7 @@ _NO_PIP = (
 
 
 class Below(NamedTuple):
-    """An interpreter as a base: what it says of itself."""
+    """An interpreter on which an environment is based, as it describes itself."""
 
     version: str
     sites: List[str]
@@ -60,7 +60,8 @@ def make_layer(folder: str, python: str, below: Below, env: Dict[str, str]) -> N
 
 
 def _give_pip(folder: str, own: str, below: Below, env: Dict[str, str]) -> None:
-    """A `pip` that installs here: the one on PATH would install below, for everybody."""
+    """Creates a `pip` that installs here: the one on PATH would install into the environment below, which others use
+    too."""
     import shlex
     import shutil
 
@@ -75,7 +76,7 @@ def _give_pip(folder: str, own: str, below: Below, env: Dict[str, str]) -> None:
 
 
 def in_layer(env: Dict[str, str], python: str, folder: str) -> Dict[str, str]:
-    """The environment of what runs with this interpreter, for the setup whose folder that is."""
+    """The environment variables for processes with this interpreter, in a setup's folder."""
     search = env.get("PATH", os.defpath)
     bins = [os.path.dirname(python)]
     below = _base_of(folder)

@@ -1,7 +1,8 @@
-"""What a setup makes in the job's folder: kept beside its environment, and put into the jobs that come after.
+"""The files that a setup creates in the job's folder: stored beside its environment, and copied into later jobs.
 
-Each job has its own copy of the code, so no other job has what one job's setup wrote there. Large files are kept once
-and linked, small ones copied; each job has its own folders, so that jobs do not write into each other's.
+Each job has its own copy of the code, so another job does not have the files that one job's setup wrote there. Large
+files are stored once and linked, small ones are copied. Each job has its own folders, so that jobs do not write into
+each other's.
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
@@ -11,14 +12,14 @@ import stat
 from typing import Dict, Iterator, List, Tuple
 
 MADE = "made"
-"""Where they are kept, in the folder of the setup."""
+"""Their folder, in the setup's folder."""
 LINKED_BYTES = 1 << 20
-"""From this size on a file is linked, and nobody may write it."""
+"""A file of at least this size is linked and made read-only."""
 MOST = 20_000
 _SKIPPED = ("__pycache__", ".git")
 
 Seen = Dict[str, Tuple[int, ...]]
-"""Relative path -> what changes with the file; of a folder nothing."""
+"""Relative path -> values that change with the file; empty for a folder."""
 
 
 def look(code_dir: str) -> Seen:
@@ -26,7 +27,7 @@ def look(code_dir: str) -> Seen:
 
 
 def keep(code_dir: str, before: Seen, store: str) -> List[str]:
-    """Takes into `store` what is there now and was not before; what is not for other jobs, in words. OSError."""
+    """Moves or copies new files into `store`. Returns notes about files that other jobs do not get. Raises OSError."""
     now = look(code_dir)
     venvs = [os.path.dirname(path) for path in now if os.path.basename(path) == "pyvenv.cfg" and path not in before]
     new = [path for path in now if path not in before]
@@ -44,7 +45,7 @@ def keep(code_dir: str, before: Seen, store: str) -> List[str]:
 
 
 def put(code_dir: str, store: str) -> None:
-    """Gives a job what `keep` has taken, but for what it has already. OSError."""
+    """Adds the files that `keep` has stored to a job, except those that it already has. Raises OSError."""
     top = os.path.realpath(code_dir)
     for path in sorted(look(store)) if os.path.isdir(store) else ():
         source, target = os.path.join(store, path), os.path.join(code_dir, path)

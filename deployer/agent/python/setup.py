@@ -1,7 +1,7 @@
-"""A job's setup: a command that runs before the job, once for what it names and the interpreter that the job gets.
+"""A job's setup: a command that runs before the job, once for its key and the job's interpreter.
 
-It has its own environment over that interpreter, in `envs/KEY` as one that is built: whoever comes later with the
-same key reuses it. Stdlib only, Python 3.8, Linux: this package runs on the host.
+It has its own environment on top of that interpreter, in `envs/KEY` like a built one: later jobs with the same key
+reuse it. Stdlib only, Python 3.8, Linux: this package runs on the host.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from .build import forms_of, note
 from .editable import compiled_modules, share_editables
 
 TERM_S = 3.0
-"""What the setup started gets so long to end after TERM."""
+"""Seconds after TERM for processes that the setup started."""
 KILL_S = 5.0
 POLL_S = 0.05
 LAST_LINES = 5
@@ -45,17 +45,18 @@ class Asked(NamedTuple):
     key: str
     timeout_s: float
     env: Dict[str, str]
-    """The job's own."""
+    """The job's environment."""
     hidden: Sequence[str]
     """Values that its output must not show in a log."""
     explicit: bool
-    """The interpreter is the user's: the setup gets it as it is."""
+    """The user chose the interpreter: the setup gets it unchanged."""
 
 
 def set_up(asked: Asked, python: str, code_dir: str, root: Root, log: BinaryIO) -> Tuple[str, str]:
-    """(the job's interpreter, the setup's folder), once the setup has run for this key, now or before.
+    """(the job's interpreter, the setup's folder), once the setup has run for this key, now or earlier.
 
-    SetupFailed when the command fails or takes too long; AgentError when it cannot be run. Then nothing of it is kept.
+    Raises SetupFailed if the command fails or takes too long, and AgentError if it cannot be run. In both cases nothing
+    of it is kept.
     """
     below = layer.ask(python, asked.env)
     folder = os.path.join(root.envs, _key(asked, python, below))
@@ -76,7 +77,7 @@ def set_up(asked: Asked, python: str, code_dir: str, root: Root, log: BinaryIO) 
 
 
 def environment_of(env: Dict[str, str], python: str, folder: str) -> Dict[str, str]:
-    """The environment of what runs after the setup whose folder that is."""
+    """The environment variables for processes after the setup in this folder."""
     return {**layer.in_layer(env, python, folder), SETUP_ENV: os.path.join(folder, FOLDER)}
 
 
@@ -96,13 +97,13 @@ def _stamp(path: str) -> List[int]:
 
 
 def _is_complete(folder: str, python: str) -> bool:
-    # the base may have been removed since: then its link leads nowhere
+    # the base interpreter may have been removed since: then its link leads nowhere
     return os.path.exists(os.path.join(folder, COMPLETE)) and os.path.exists(python)
 
 
 @contextmanager
 def _only_one(path: str, log: BinaryIO) -> Iterator[int]:
-    """Holds the lock of a setup. The command inherits it: one that outlives its supervisor still holds it."""
+    """Holds the lock of a setup. The command inherits the lock, so one that outlives its supervisor still holds it."""
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -127,7 +128,7 @@ def _run_anew(
         own = python if asked.explicit else os.path.join(folder, "bin", "python")
         _Running(asked, own, code_dir, folder, log).to_the_end(lock_fd)
         if not asked.explicit:
-            # modules that it has compiled in the project's folder are kept for other jobs, as all its files are
+            # modules that it has compiled in the project's folder are stored for other jobs, like all its files
             share_editables(folder, code_dir, compiled_modules(code_dir))
         for line in made.keep(code_dir, before, os.path.join(folder, made.MADE)):
             note(log, "setup: " + line)
@@ -139,7 +140,7 @@ def _run_anew(
 
 
 class _Running:
-    """The command's one run."""
+    """The run of the command."""
 
     def __init__(self, asked: Asked, python: str, code_dir: str, folder: str, log: BinaryIO) -> None:
         env = {name: value for name, value in asked.env.items() if name not in _UNWANTED}
@@ -150,7 +151,8 @@ class _Running:
         self._last: Deque[str] = deque(maxlen=LAST_LINES)
 
     def to_the_end(self, lock_fd: int) -> None:
-        """SetupFailed unless it ends with 0. Afterwards nothing of what it started runs."""
+        """Runs the command to its end. Raises SetupFailed unless it exits with 0. Afterwards none of its processes
+        runs."""
         shell = shutil.which("bash", path=self._env["PATH"]) or "/bin/sh"
         note(self._log, "setup: %s" % " ".join(self._asked.command.split())[:200])
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what it leaves behind comes to this process
@@ -180,7 +182,7 @@ class _Running:
             raise SetupFailed(0, "the setup was ended after %s%s" % (limit, self._words()), hint)
         if code != 0:
             shown = "code %d" % code if code > 0 else "signal %d" % -code
-            hint = "--setup runs in the project's folder on the host, and each of its lines must succeed (sh -e)"
+            hint = "--setup runs in the job's copy of the project; each of its lines must succeed (bash -e, else sh -e)"
             raise SetupFailed(
                 code if code > 0 else 128 - code, "the setup failed with %s%s" % (shown, self._words()), hint
             )
@@ -202,7 +204,7 @@ class _Running:
 
 
 def _end_descendants() -> int:
-    """Ends every process below this one: TERM, then KILL. How many there were."""
+    """Ends all descendants of this process: TERM, then KILL. Returns how many there were."""
     told = set()
     begun = time.monotonic()
     while time.monotonic() < begun + TERM_S + KILL_S:

@@ -1,4 +1,4 @@
-"""The jobs that one is to start after: found, and looked at before anything is shipped for it.
+"""--after at a launch: finds the awaited jobs and checks them before any file is sent.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -19,8 +19,8 @@ from .launch import LaunchRequest, base_env, launch_input
 
 
 def still_awaited(root: Root, plan: Plan) -> Tuple[str, ...]:
-    """The whole ids of the jobs that the plan's has to wait for; none when all have succeeded. AgentError for one that
-    is not here, or that has ended otherwise."""
+    """The whole IDs of the jobs that the plan's job must wait for; empty if all have succeeded. Raises AgentError for a
+    job that is not on this host, or that has ended without success."""
     found = list(dict((_find(root, text, plan)) for text in plan.policy.after).items())
     verdict = decide(found)
     if verdict.never:
@@ -51,7 +51,7 @@ def _find(root: Root, text: str, plan: Plan) -> Tuple[str, Status]:
 
 
 def _waits_for(root: Root, job_id: str, others: Sequence[str]) -> bool:
-    """Whether one of the others waits for this job, which is about to begin its next attempt."""
+    """Whether one of the others waits for this job, which is about to start its next attempt."""
     todo: List[str] = list(others)
     seen = set(todo)
     while todo:
@@ -65,7 +65,7 @@ def _waits_for(root: Root, job_id: str, others: Sequence[str]) -> bool:
 
 
 def _check_gpus(plan: Plan) -> None:
-    """AgentError for GPUs that the host has not got: nobody should learn of that hours later."""
+    """Raises AgentError for GPUs that the host does not have: the user should not learn that hours later."""
     wanted = wanted_gpus(plan)
     if wanted is not None:
         from ..gpus import claim
@@ -74,8 +74,8 @@ def _check_gpus(plan: Plan) -> None:
 
 
 def wait_again(job: Job) -> None:
-    """A new supervisor for a job that waits and whose supervisor was killed: nothing of it has begun. It is given what
-    the former one was, as far as that is kept."""
+    """Starts a new supervisor for a waiting job whose supervisor was killed before the job started. It gets the former
+    one's input, as far as that is stored."""
     root = Root(os.path.dirname(os.path.dirname(job.path)))
     status, record, plan = judge(job), read_record(job), read_plan(job)
     request = LaunchRequest(record.plan, env=record.env, attempt=status.attempt)

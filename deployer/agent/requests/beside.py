@@ -1,4 +1,4 @@
-"""What a command or a shell beside a job gets: the environment that the job's own processes have.
+"""The environment for a command or a shell in a job's environment: that of the job's own processes.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -24,26 +24,26 @@ from ..wire.conversation import Call
 from .jobs import find_folder
 
 OPENED_S = 60.0
-"""A shell that has not asked for its environment by then never will."""
+"""Seconds to wait for a shell to read its environment."""
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?\Z")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 class Beside(NamedTuple):
-    """The environment, and the job's interpreter; empty where none was found yet."""
+    """The environment, and the job's interpreter; empty if none was found yet."""
 
     env: Dict[str, str]
     python: str = ""
 
     def argv(self, words: List[str]) -> List[str]:
-        """The words with the job's interpreter for `python`, as a launch reads them."""
+        """The arguments with the job's interpreter for `python`, as in a launch."""
         return [self.python, *words[1:]] if self.python and _PYTHON.match(words[0]) else words
 
 
 def beside(root: Root, job: Job, given: Mapping[str, str]) -> Beside:
-    """For a command beside this job; `given`: the values of its secrets as far as the client has them. A job whose
-    records are damaged has the session's environment, and its folder."""
+    """The environment for a command in this job's environment. `given`: the values of its secrets that the client has.
+    If the job's records are damaged, it gets the session's environment and the job's folder."""
     base = environment.job_environment(dict(os.environ), environment.container_env())
     status = read_status(job)
     attempt = max(1, status.attempt) if status is not None else 1
@@ -84,7 +84,8 @@ def _env(
 
 
 def _found_first(python: str, env: Mapping[str, str]) -> Dict[str, str]:
-    """What has a shell find the job's interpreter, and it its packages, as if its environment were activated."""
+    """The variables with which a shell finds the job's interpreter and its packages, as if the environment were
+    activated."""
     if not python:
         return {}
     folder = os.path.dirname(python)
@@ -104,8 +105,9 @@ class _Entering(NamedTuple):
 
 
 def enter(root: Root, call: Call) -> None:
-    """Hands a shell that the client starts over another way its environment: through a pipe in the file system that
-    nobody else can open, for there may be secrets in it. Says where the pipe is, and ends once it was read."""
+    """Passes the environment to a shell that the client starts over another connection: through a pipe in the file
+    system that no other account can open, because it may contain secrets. Sends the pipe's path, and ends once it was
+    read."""
     asked = call.read(_Entering)
     job = find_folder(root, asked.job)
     script = _script(beside(root, job, asked.secrets).env, job.code)
@@ -120,7 +122,7 @@ def enter(root: Root, call: Call) -> None:
 
 
 def _script(env: Mapping[str, str], code: str) -> bytes:
-    """For /bin/sh: what is other than in this session, which the shell's own is like."""
+    """A script for /bin/sh that sets the variables that differ from this session's, which the shell has too."""
     lines = ["cd %s || exit 1" % shlex.quote(code)]
     new: List[Tuple[str, str]] = sorted(set(env.items()) - set(os.environ.items()))
     lines += ["export %s=%s" % (name, shlex.quote(value)) for name, value in new if _NAME.match(name)]

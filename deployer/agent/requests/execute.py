@@ -1,4 +1,4 @@
-"""One command on this host, its input and output as a stream.
+"""Runs one command on this host, with its input and output as a stream.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -23,12 +23,12 @@ class _Command(NamedTuple):
     bare: bool = False
     """Without the job's environment."""
     secrets: Dict[str, str] = {}
-    """Of the job, as far as the client has them."""
+    """The job's secrets that the client has."""
 
 
 def execute(root: Root, call: Call) -> Dict[str, int]:
-    """Runs `argv`; when `job` is given in its code folder, with its environment. Data frames name their stream; `exit`
-    has the code."""
+    """Runs `argv`; with `job`, in its code folder and with its environment. Data frames name their stream; `exit` has
+    the exit code."""
     asked = call.read(_Command)
     argv, cwd = asked.argv, os.path.expanduser("~")
     if not argv:
@@ -90,7 +90,7 @@ def _pump(process: "subprocess.Popen[bytes]", name: str, call: Call) -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    # the client is gone: its command goes with it, as a terminal's would
+    # the client is gone: its command ends with it, as in a closed terminal
     try:
         os.killpg(process.pid, signal.SIGHUP)
     except ProcessLookupError:

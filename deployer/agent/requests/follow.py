@@ -1,4 +1,4 @@
-"""A job's log as a stream to one client, until the job has ended.
+"""Streams a job's log to a client until the job has ended.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.1
 SEARCH_S = 3.0
-"""Seconds of computing for a search in one chunk. A longer one ends the agent by SIGVTALRM, of which the client hears:
-nothing else can interrupt a pattern that explodes."""
+"""CPU seconds for the search in one chunk. After them SIGVTALRM ends the agent, and the client reports it: nothing else
+can interrupt a pattern that takes exponential time."""
 
 
 class _Since(NamedTuple):
-    """A moment, by this host's clock."""
+    """A time by this host's clock."""
 
     ago_s: float = 0.0
     unix_s: Optional[float] = None
@@ -57,11 +57,11 @@ class _LastLines(NamedTuple):
 
 
 def follow(root: Root, call: Call) -> None:
-    """Streams the job's logs on until it has ended, or to their present end; says first where it begins.
+    """Streams the job's logs until it has ended, or up to their current end; first sends the start offsets.
 
-    It begins at `offsets`, else at the last lines (`tail`) or a time (`since`) of an attempt, the latest unless given.
-    `role`, `node`, `ranks` and `grep` choose among the lines. An `attempt` that was asked for is shown alone;
-    `from_attempt` is where a client begins that started it and has seen nothing yet.
+    It begins at `offsets`, else at the last lines (`tail`) or a time (`since`) of an attempt, by default the latest.
+    `role`, `node`, `ranks` and `grep` select lines. A requested `attempt` is shown alone. `from_attempt`: where a
+    client begins that started this attempt and has seen nothing yet.
     """
     from .jobs import find_folder  # a launch, which follows the job that it has started, does without these
 
@@ -92,7 +92,7 @@ def _line_filter(pattern: str) -> "LineFilter":
 
 
 def _beginning(job: Job, asked: "_Asked", chosen: read.Chosen) -> Dict[str, int]:
-    """The offsets to begin at; they name the attempt to begin with, so that a resumed reader begins there too."""
+    """The start offsets. They name the first attempt, so that a resumed reader begins there too."""
     attempt = asked.attempt or asked.from_attempt or read.latest_attempt(job)
     offsets: Dict[str, int] = {}
     if asked.since is not None:
@@ -118,7 +118,7 @@ def follow_job(
     wait_s = POLL_MIN_S
     shown: "Optional[Tuple[str, int, Optional[QueueView], Tuple[str, ...]]]" = None
     while not call.cancelled.is_set():
-        # the state is read before the logs: a job seen ended has written all that the next look can find
+        # the state is read before the logs: an ended job has written everything that the next poll can find
         now = judge(job)
         chunks = reader.poll()
         for change in _taken(reader.changes):
@@ -171,7 +171,7 @@ def _say_left_out(call: Call, file: str, size: int, limit: Optional[int]) -> Non
 
 
 def last_lines(root: Root, call: Call) -> None:
-    """The last lines of the first of the chosen ranks (of the launcher when `ranks` is null)."""
+    """Sends the last lines of the first of the chosen ranks (of the launcher if `ranks` is null)."""
     from .jobs import find_folder
 
     asked = call.read(_LastLines)

@@ -1,5 +1,5 @@
-"""One job at a glance, for who looks again and again: how it is, what its GPUs do, and what is new since the last look,
-in few bytes.
+"""One job's current state for a client that asks repeatedly: its status, its GPUs, and what is new since the last
+request, in few bytes.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -24,9 +24,9 @@ from ..wire.conversation import Call
 from .jobs import find_folder, row_of
 
 READ_BYTES = 8 << 20
-"""Of metrics that are longer only so much of the end is read at a time."""
+"""If the metrics are longer, only this many bytes of their end are read at a time."""
 FIRST_RECORDS, NEXT_RECORDS = 120, 10
-"""So many of them go over the wire: at first, and at each further look."""
+"""Number of records that are sent: the first time, and each further time."""
 MAX_RECORD = 64 << 10
 KEYS = ("step", "loss", "eval_loss", "tokens_per_s_per_gpu", "tokens_per_s")
 LOG_LINES, LOG_LINE, LOG_CHARACTERS = 40, 200, 2500
@@ -53,7 +53,7 @@ def glance(root: Root, call: Call) -> None:
 
 
 def _gpus() -> Tuple[Tuple[GpuLoad, ...], str]:
-    """(the host's, why there are none)."""
+    """(the host's GPU loads, why there are none)."""
     env = environment.job_environment(dict(os.environ), environment.container_env())
     try:
         loads = read_load(env)
@@ -63,8 +63,8 @@ def _gpus() -> Tuple[Tuple[GpuLoad, ...], str]:
 
 
 def _new_metrics(job: Job, file: str, start: int) -> NewMetrics:
-    """What stands in metrics.jsonl behind `start`, in whole lines and thinned; all of it where it is another file, for
-    a run that goes on from an earlier step writes it anew."""
+    """The lines of metrics.jsonl after `start`, complete and thinned out. All lines if it is another file: a run that
+    continues from an earlier step writes a new one."""
     try:
         with open_regular(job.metrics) as f:
             info = os.fstat(f.fileno())
@@ -82,14 +82,14 @@ def _new_metrics(job: Job, file: str, start: int) -> NewMetrics:
 
 
 def _thinned(lines: List[bytes], most: int) -> List[bytes]:
-    """Some of them, at even distances, and the last one."""
+    """At most `most` lines at even distances, with the last one."""
     if len(lines) <= most:
         return lines
     return [lines[(number + 1) * len(lines) // most - 1] for number in range(most)]
 
 
 def _numbers_of(line: bytes) -> Dict[str, float]:
-    """Empty for a line that is no record."""
+    """The numbers of a line; empty if it is not a record."""
     try:
         record = from_json(load_json(line, most=MAX_RECORD), Dict[str, Any])
     except Damage:
@@ -99,7 +99,7 @@ def _numbers_of(line: bytes) -> Dict[str, float]:
 
 
 def _log(job: Job) -> str:
-    """The last lines of its first rank, else of what came before the ranks."""
+    """The last lines of rank 0, else of the logs before the ranks."""
     data = last_lines(job, Chosen(ranks={0}), LOG_LINES) or last_lines(job, Chosen(), LOG_LINES)
     lines = re.split(r"[\r\n]+", data.decode("utf-8", "replace").rstrip("\r\n"))
     text = "\n".join(line[:LOG_LINE] for line in lines[-LOG_LINES:])[-LOG_CHARACTERS:]

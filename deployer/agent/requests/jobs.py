@@ -1,5 +1,5 @@
-"""The jobs on this host: found, listed, looked at. One whose supervisor was killed gets a new one from whoever
-connects next, and what an ended one left over is ended.
+"""Finds, lists and reads the jobs on this host. A job whose supervisor was killed gets a new one from the next client
+that connects, and processes that an ended job left are ended.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -29,14 +29,14 @@ from ..supervisor import start
 from ..wire.conversation import Call
 
 MAX_COMMAND = 200
-"""Characters of a program's words that a row has."""
+"""Maximum characters of a program's command in a row."""
 GONE_S = 10.0
-"""A supervisor that has written its last word may take so long to be gone."""
+"""Seconds in which a supervisor must end after it has written the final status."""
 
 
 def find_job(root: Root, job_id: str) -> Job:
-    """The job of that id, or of the only id that begins with it, else ends with it; also one that has lost its folder,
-    as long as it runs."""
+    """The job of this ID, or of the only ID that begins with it, else ends with it. Also finds a running job without a
+    folder."""
     job_id = job_id.lower()
     try:
         job = root.job(job_id)
@@ -59,7 +59,7 @@ def find_job(root: Root, job_id: str) -> Job:
 
 
 def find_folder(root: Root, job_id: str, *, kind: str = "host") -> Job:
-    """The job, for whoever wants its files. AgentError of that kind when its folder is gone."""
+    """The job, if its files are needed. Raises AgentError of this kind if its folder is gone."""
     job = find_job(root, job_id)
     if not os.path.isdir(job.path):
         raise AgentError(
@@ -71,7 +71,7 @@ def find_folder(root: Root, job_id: str, *, kind: str = "host") -> Job:
 
 
 def _written_at(job: Job) -> float:
-    """Seconds since 1970 when the job was launched, or resumed last."""
+    """When the job was launched or last resumed, in seconds since 1970."""
     try:
         return os.path.getmtime(job.record)
     except OSError:
@@ -94,8 +94,8 @@ def status(root: Root, call: Call) -> None:
 
 
 def list_jobs(root: Root) -> List[Row]:
-    """One row per job of this root, newest first. A broken job folder is listed as lost, never an error; a job that
-    has lost its folder is listed as long as it runs."""
+    """One row per job of this root, newest first. A broken job folder is listed as lost and never raises. A job without
+    a folder is listed while it runs."""
     look = Look()
     jobs = {job.id: job for job in [*map(root.job, look.job_ids(root)), *root.all_jobs()]}
     return sorted((row_of(job, look) for job in jobs.values()), key=lambda row: (row.created, row.id), reverse=True)
@@ -139,7 +139,7 @@ def row_of(job: Job, look: Look) -> Row:
 
 
 def _known(job: Job) -> Tuple[Optional[Plan], Optional[float], Optional[float], str]:
-    """(the plan, seconds since the job was made, the Unix time now, why its job.json is not understood)."""
+    """(the plan, seconds since the job's creation, the current Unix time, why its job.json cannot be read)."""
     if not os.path.lexists(job.record):
         return None, None, None, ""  # of a launch that has only begun
     age_s = now_s = None
@@ -154,12 +154,12 @@ def _known(job: Job) -> Tuple[Optional[Plan], Optional[float], Optional[float], 
 
 
 def _command_of(plan: Optional[Plan]) -> str:
-    """The beginning of a program's words; a trainer has its name."""
+    """The beginning of a program's command; empty for a trainer, which has its name."""
     return " ".join(map(shlex.quote, plan.request.command))[:MAX_COMMAND] if plan else ""
 
 
 def _ran_s(status: Status, now_s: Optional[float]) -> Optional[float]:
-    """How long its last attempt has run, or ran; when a lost one ended nobody knows."""
+    """Seconds for which the last attempt has run, or ran; None for a lost job, whose end is not known."""
     if status.state == LOST:
         return None
     began_s = _unix_s(status.started_at)
@@ -168,7 +168,7 @@ def _ran_s(status: Status, now_s: Optional[float]) -> Optional[float]:
 
 
 def _unix_s(then: Optional[str]) -> Optional[float]:
-    """The time that stands in a record as `status.utc` writes it."""
+    """The Unix time of a text in the format of `status.utc`."""
     try:
         return calendar.timegm(time.strptime(then or "", "%Y-%m-%dT%H:%M:%SZ"))
     except ValueError:
@@ -179,7 +179,8 @@ def _unix_s(then: Optional[str]) -> Optional[float]:
 
 
 def adopt_all(root: Root, *, within_s: float) -> None:
-    """Adopts every job of this root and machine that runs unsupervised, and sweeps those that ended so."""
+    """Adopts every unsupervised running job of this root and machine, and sweeps jobs that ended without a
+    supervisor."""
     deadline = time.monotonic() + within_s
     for job in root.all_jobs():
         if time.monotonic() > deadline:
@@ -195,7 +196,7 @@ def adopt_all(root: Root, *, within_s: float) -> None:
 
 
 def adopt(job: Job, status: Status) -> None:
-    """Gives the job a new supervisor, which watches what still runs; nothing when another agent was first."""
+    """Gives the job a new supervisor, which watches its running processes. Does nothing if another agent was first."""
     try:
         if status.state == QUEUED:  # it has yet to begin
             from .after import wait_again
@@ -209,7 +210,8 @@ def adopt(job: Job, status: Status) -> None:
 
 
 def sweep_ended(job: Job) -> Status:
-    """Ends what an ended job left running; its status as it is then. Nothing when it was started again meanwhile."""
+    """Ends the processes that an ended job left. Returns its status after that. Does nothing if the job was started
+    again in between."""
     if not os.path.isdir(job.path):
         return judge(job)  # lost, and nothing of it runs
     with locked(job):
@@ -224,13 +226,13 @@ def sweep_ended(job: Job) -> Status:
 
 
 def with_remaining(status: Status, left: Sequence[Process]) -> Status:
-    """An ended job's status with what is `remaining` of it now: `left`, and what could not be ended before."""
+    """An ended job's status with its current `remaining`: `left`, and processes that could not be ended before."""
     remaining = [*left, *(process for process in still_there(status.remaining) if process not in left)]
     return status._replace(remaining=tuple(map(describe, remaining)))
 
 
 def _is_unswept(status: Status) -> bool:
-    """Whether the job ended on this machine without a supervisor, which would have ended what it left running."""
+    """Whether the job ended on this machine without a supervisor, which would have ended its remaining processes."""
     identity = status.supervisor
     here = identity is not None and (identity.machine_id, identity.boot_id) == (this_machine(), boot_id())
     return here and status.state in FINAL and status.swept is None

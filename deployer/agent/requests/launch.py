@@ -1,4 +1,4 @@
-"""Starting a job on this host: the plan's trees are here or asked for, its folder is made once, its supervisor owns it.
+"""Starts a job on this host: requests missing files, creates the job's folder once, and starts its supervisor.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -36,7 +36,7 @@ MIN_FREE_INODES = 64
 
 
 def launch(root: Root, call: Call) -> None:
-    """Starts the plan's job or, when it has been started already, answers with it; then follows its log when asked."""
+    """Starts the plan's job, or acknowledges it if it was already started; then follows its log if requested."""
     request = call.read(LaunchRequest)
     plan = plan_in(request.plan)
     job = _job(root, plan.job_id)
@@ -74,9 +74,9 @@ def launch(root: Root, call: Call) -> None:
 
 
 def _start_once(root: Root, job: Job, plan: Plan, request: "LaunchRequest", call: Call) -> bool:
-    """Whether this call has started the job; another one may have been faster."""
+    """Starts the job unless another call was faster. Returns whether this call started it."""
     env = base_env()
-    # before anything is shipped for a job that would be refused
+    # before any file is sent for a job that would be refused
     after = _awaited(root, plan)
     with _claimed(plan, env, now=not after) as held, store_in_use(root):
         arrived = bring_trees(Store(root), trees_of(plan), call, ahead=request.ahead)
@@ -101,7 +101,7 @@ def _start_once(root: Root, job: Job, plan: Plan, request: "LaunchRequest", call
 
 
 def slots(root: Root, call: Call) -> Dict[str, Any]:
-    """What the slots of a plan would be filled with here, without starting or writing anything."""
+    """The values that a plan's slots would get here, without starting or writing anything."""
     plan = plan_in(call.read(LaunchRequest).plan)
     from ..python import find  # a launch leaves that to its supervisor
 
@@ -123,22 +123,22 @@ def slots(root: Root, call: Call) -> Dict[str, Any]:
 
 
 class LaunchRequest(NamedTuple):
-    """What a client sends of a launch; of a resume too, which sends no files."""
+    """A client's launch request; also a resume, which sends no files."""
 
     plan: RawPlan
     follow: bool = False
     ahead: bool = False
-    """The tree's files follow unasked."""
+    """The tree's files follow without a request for them."""
     patch: bool = False
     git: Optional[Dict[str, Any]] = None
     env: Dict[str, str] = {}
     secrets: Dict[str, str] = {}
     like: str = ""
-    """The id of the job that this one repeats: it gets its --env values too."""
+    """The ID of the job that this one repeats: it gets that job's --env values too."""
     notify: Tuple[str, ...] = ()
-    """URLs that are told of it: secrets, too."""
+    """The --notify URLs, which are secrets too."""
     job: str = ""
-    """Of a resume: the id, and the number of the attempt."""
+    """For a resume: the job's ID, and the number of the attempt."""
     attempt: int = 1
 
 
@@ -161,7 +161,7 @@ def base_env() -> Dict[str, str]:
 
 
 def _awaited(root: Root, plan: Plan) -> Tuple[str, ...]:
-    """The jobs that it has to wait for; none for nearly every job."""
+    """The jobs that it must wait for; empty for most jobs."""
     if not plan.policy.after:
         return ()
     from .after import still_awaited
@@ -170,7 +170,7 @@ def _awaited(root: Root, plan: Plan) -> Tuple[str, ...]:
 
 
 def _claimed(plan: Plan, env: Dict[str, str], *, now: bool) -> "ContextManager[Optional[Held]]":
-    """The plan's GPUs, held while its supervisor is started; None for a plan without, and for one that claims them
+    """The plan's GPUs, held while its supervisor is started; None for a plan without GPUs, and for one that claims them
     later."""
     wanted = wanted_gpus(plan) if now else None
     if wanted is None:
@@ -181,7 +181,7 @@ def _claimed(plan: Plan, env: Dict[str, str], *, now: bool) -> "ContextManager[O
 
 
 def check_root(root: Root) -> None:
-    """AgentError where a job could be begun, and its status not be written."""
+    """Raises AgentError if a job could be started there but its status could not be written."""
     hint = "choose another folder with --remote-root"
     try:
         os.makedirs(root.jobs, mode=0o700, exist_ok=True)
@@ -203,7 +203,7 @@ def check_root(root: Root) -> None:
 
 
 def _existing(job: Job, plan: RawPlan) -> bool:
-    """Whether this very plan was started already. AgentError when another plan has its id."""
+    """Whether this very plan was already started. Raises AgentError if another plan has its ID."""
     if not start.has_begun(job, 1):
         return False
     record = known_record(job)
@@ -213,7 +213,7 @@ def _existing(job: Job, plan: RawPlan) -> bool:
 
 
 def _make_job(root: Root, job: Job, plan: Plan, request: LaunchRequest, arrived: Optional[spare.Spare]) -> None:
-    """Everything of a job that is there before its supervisor; a launch that was cut off is simply done again."""
+    """Creates all files of a job that exist before its supervisor; an interrupted launch is simply repeated."""
     store = Store(root)
     for leftover in (job.code, job.lib):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -236,7 +236,7 @@ def _make_job(root: Root, job: Job, plan: Plan, request: LaunchRequest, arrived:
 
 
 def _keep_patch(job: Job, call: Call) -> None:
-    """Keeps what the project had beyond its commit, for whoever takes the job over; at most MAX_PATCH bytes."""
+    """Stores the project's uncommitted changes; at most MAX_PATCH bytes."""
     patch = b"".join(frame.body for frame in call.receive())
     if len(patch) <= MAX_PATCH:
         write_whole(os.path.join(job.path, "git.patch"), patch, sync=True)
@@ -250,16 +250,16 @@ def _link_include(store: Store, job: Job, include: Include) -> None:
     if os.path.realpath(os.path.dirname(where)) != os.path.normpath(
         os.path.dirname(os.path.join(os.path.realpath(job.code), path))
     ):
-        raise AgentError("usage", "the included path %s lies behind a link of the code tree" % path)
+        raise AgentError("usage", "the included path %s lies behind a link of the project" % path)
     target = store.shared(include.tree, os.path.basename(path), file=include.file)
     if os.path.lexists(where):
-        raise AgentError("usage", "the included path %s is part of the code tree already" % path)
+        raise AgentError("usage", "the included path %s is among the files of the project already" % path)
     os.symlink(target, where)
 
 
 def start_next(root: Root, job: Job, plan: Plan, *, commit: Callable[[], LaunchRequest]) -> None:
-    """Starts the supervisor of a later attempt; `commit` is called once nothing here refuses it any more, and says what
-    it is given then."""
+    """Starts the supervisor of a later attempt. `commit`: called when nothing can refuse the attempt any more; returns
+    the supervisor's input."""
     env = base_env()
     after = _awaited(root, plan)
     with _claimed(plan, env, now=not after) as held:

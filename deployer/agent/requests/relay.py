@@ -1,4 +1,4 @@
-"""One connection to a port of this host, its bytes as a stream of the conversation.
+"""One connection to a port of this host, as a stream of the conversation.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -17,7 +17,7 @@ from ..wire.frames import ProtocolError
 
 CONNECT_S = 10.0
 LOOPBACKS = ("127.0.0.1", "::1")
-"""A server that listens on `localhost` may have got either."""
+"""A server on `localhost` may listen on either one."""
 
 
 class _Port(NamedTuple):
@@ -25,9 +25,9 @@ class _Port(NamedTuple):
 
 
 def relay(root: Root, call: Call) -> None:
-    """Connects to the port on the loopback interface. Says `connected`, then `end` when the other side sends no more;
-    the client's own end is handed on, and the request ends with both. Nobody is hurried: who reads slowly, or says
-    nothing for a day, is waited for."""
+    """Connects to the port on the loopback interface. Sends `connected`, then `end` when the other side has sent
+    everything. The client's end is passed on, and the request ends with both. There is no time limit: a slow or silent
+    side is waited for."""
     port = call.read(_Port).port
     remote = _connect(port)
     with remote:
@@ -61,7 +61,7 @@ def _connect(port: int) -> socket.socket:
 
 
 def _feed(remote: socket.socket, call: Call) -> None:
-    """What the client sends. One that has gone, or will hear no more, ends the connection."""
+    """Passes on the client's bytes. A client that is gone, or reads no more, ends the connection."""
     try:
         for frame in call.receive():
             remote.sendall(frame.body)

@@ -1,4 +1,4 @@
-"""The same job again, as a new one: what a client needs for its plan, and what only this host knows of the first.
+"""Repeats a job as a new one: gives the client the plan, and adds values that only this host has.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -20,7 +20,7 @@ from .launch import LaunchRequest
 
 
 def original(root: Root, call: Call) -> None:
-    """The plan that a job was launched with, in whatever state it is: what a resume changed later is no part of it."""
+    """Sends the plan that a job was launched with, whatever its state, without later changes by a resume."""
     job = find_folder(root, call.read(OfJob).job)
     try:
         record = _at_launch(read_record(job))
@@ -38,8 +38,8 @@ def _at_launch(record: Record) -> Record:
 
 
 def with_values_of(root: Root, request: LaunchRequest, plan: Plan) -> LaunchRequest:
-    """A launch with those --env values of the job that it repeats that its plan names, under the ones that it has
-    itself: they never left."""
+    """Adds the --env values of the repeated job that the new plan names; values of the request take precedence. The old
+    values never leave the host."""
     record = _record(root, request.like)
     kept = {name: value for name, value in record.env.items() if name in plan.env_names}
     env: Dict[str, str] = {**kept, **request.env}
@@ -55,7 +55,7 @@ def _record(root: Root, job_id: str) -> Record:
 
 
 def copy_patch(root: Root, job_id: str, folder: str) -> None:
-    """What the project had beyond its commit is the same."""
+    """Copies the file of the project's uncommitted changes."""
     patch = os.path.join(root.jobs, job_id, "git.patch")
     if os.path.isfile(patch):
         shutil.copyfile(patch, os.path.join(folder, "git.patch"))

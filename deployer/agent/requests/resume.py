@@ -1,4 +1,4 @@
-"""The next attempt of a job that has ended: same id, same folder, same code, and what it saved to go on from.
+"""Starts the next attempt of an ended job: same ID, folder and code, and what it saved to continue from.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -32,7 +32,8 @@ from .launch import LaunchRequest, check_root, plan_in, start_next
 
 
 def show_plan(root: Root, call: Call) -> None:
-    """What a client needs to resume a job: its plan, which attempt was the last, and where it would go on."""
+    """Sends what a client needs to resume a job: its plan, its last attempt, and the step from which it would
+    continue."""
     job = find_job(root, call.read(OfJob).job)
     now = judge(job)
     _check_ended(job, now)
@@ -46,8 +47,8 @@ def show_plan(root: Root, call: Call) -> None:
 
 
 def resume(root: Root, call: Call) -> None:
-    """Starts the attempt that the client names or, when this very one was started already, answers with it; then
-    follows its log when asked."""
+    """Starts the attempt that the client names, or acknowledges it if it was already started; then follows its log if
+    requested."""
     request = call.read(LaunchRequest)
     job = find_job(root, request.job)
     plan, number = plan_in(request.plan), request.attempt
@@ -72,7 +73,7 @@ def resume(root: Root, call: Call) -> None:
 
 
 def _is_started(job: Job, plan: RawPlan, number: int) -> bool:
-    """Whether this attempt was begun with this plan. AgentError when it was begun with another one."""
+    """Whether this attempt was already started with this plan. Raises AgentError if it was started with another one."""
     if not start.has_begun(job, number):
         return False
     noted = _noted(known_record(job), number)
@@ -101,7 +102,7 @@ def _check_resumable(job: Job, number: int) -> None:
 
 
 def _mend_code(root: Root, job: Job, plan: Plan) -> None:
-    """Puts right what a power cut has taken of the job's code: an empty program would end well."""
+    """Restores files of the job's code that a power cut damaged: an empty program would exit with 0."""
     status = read_status(job)
     if status is not None and status.supervisor is not None and status.supervisor.boot_id == boot_id():
         return
@@ -115,8 +116,8 @@ def _mend_code(root: Root, job: Job, plan: Plan) -> None:
 
 
 def _await_gone(job: Job, status: Status) -> None:
-    """The supervisor writes the final status just before it ends, and only one may hold a job. AgentError when
-    something of the job is still there."""
+    """Waits for the old supervisor's end: it writes the final status just before, and only one may own a job. Raises
+    AgentError if a process of the job is still there."""
     deadline = time.monotonic() + GONE_S
     found = Look().of(job)
     while found.supervisors and not found.others and time.monotonic() < deadline:
@@ -130,8 +131,8 @@ def _await_gone(job: Job, status: Status) -> None:
 
 
 def _note(job: Job, plan: Plan, request: LaunchRequest) -> LaunchRequest:
-    """Everything in the job's folder that the next attempt reads; the former plan and config are kept. The request as
-    it stands with what the job was given before."""
+    """Writes the files in the job's folder that the next attempt reads; keeps the former plan and config. Returns the
+    request with the values that the job was given before."""
     number, record = request.attempt, known_record(job) or Record(request.plan)
     again = _noted(record, number)  # a resume that was cut off before its supervisor began
     before = again.plan_before if again else record.plan

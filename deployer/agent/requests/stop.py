@@ -1,4 +1,4 @@
-"""`stop`: a job ended, and nothing of it left, whatever its files say.
+"""`stop`: ends a job and all its processes, whatever its files contain.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -25,10 +25,10 @@ from ..wire.conversation import Call
 from .jobs import GONE_S, adopt, find_job, sweep_ended, with_remaining
 
 HEARD_S = 5.0
-"""A supervisor that does not react to a stop within this many seconds gets a TERM: it may look for the request where
-the job's folder was before."""
+"""Seconds after which a supervisor that does not react to a stop gets a TERM: it may look for the request in the job
+folder's former place."""
 OWN_S = 60.0
-"""What a supervisor may take beyond the grace before its job is ended without it."""
+"""Seconds beyond the grace period after which a job is ended without its supervisor."""
 
 
 class _StopAsked(NamedTuple):
@@ -38,10 +38,10 @@ class _StopAsked(NamedTuple):
 
 
 def stop(root: Root, call: Call) -> None:
-    """Ends the job and reports how it goes until nothing of it is left, whatever its files say. Idempotent.
+    """Ends the job and reports the progress until no process of it is left, whatever its files contain. Idempotent.
 
-    Its supervisor is asked to; where it does not answer, the processes are ended without it. What a job left running
-    that has ended is ended too.
+    It asks the job's supervisor; if that does not answer, it ends the processes itself. It also ends processes that an
+    ended job has left.
     """
     asked = call.read(_StopAsked)
     job = find_job(root, asked.job)
@@ -64,8 +64,8 @@ def stop(root: Root, call: Call) -> None:
 
 
 def _remove_what_was_made_again(job: Job) -> bool:
-    """Removes the folder of a job that had none, which is there for the request and the supervisor's word; False for
-    one that has been launched meanwhile."""
+    """Removes the folder of a job that had none: it was created for the request and the supervisor's status. Returns
+    False if the job has been launched in between."""
     with suppress(OSError, AgentError), locked(job):  # a full disk: then nothing was made again
         if os.path.lexists(job.record):
             return False
@@ -83,7 +83,7 @@ def _check_here(job: Job, status: Status) -> None:
 
 
 class _Ending:
-    """One stop under way, as whoever asked for it sees to it."""
+    """One stop, from the side of the request."""
 
     def __init__(self, job: Job, call: Call, grace_s: float, *, force: bool) -> None:
         self._job = job
@@ -97,14 +97,14 @@ class _Ending:
         self._told: Set[Process] = set()
 
     def wait(self) -> Optional[Status]:
-        """The final status, `remaining` as it is seen now; None when the client has gone before."""
+        """The final status with the current `remaining`; None if the client is gone before."""
         asked = self._ask()
         ended_at: Optional[float] = None
         while True:
             now = judge(self._job)
             if now.state in FINAL:
                 ended_at = ended_at or time.monotonic()
-                # it ends after its last word, unless that is not its own, which it replaces then
+                # the supervisor ends after the final status, unless that is not its own; then it replaces it
                 if time.monotonic() > ended_at + GONE_S or not Look().of(self._job).supervisors:
                     final = self._sweep()
                     if final is not None:
@@ -132,7 +132,7 @@ class _Ending:
                 return None
 
     def _ask(self) -> bool:
-        """Whether the request could be left where the supervisor and the ranks look for it."""
+        """Writes the stop request. Returns whether the supervisor and the ranks can find it."""
         found = Look().of(self._job)
         self._seen, self._others = set(found.all), set(found.others)
         for supervisor in found.supervisors:
@@ -157,7 +157,8 @@ class _Ending:
         return True
 
     def _end_alone(self, now: Status) -> Optional[Status]:
-        """Ends the job without its supervisor, which goes first: it could start the job again. None as `_sweep`."""
+        """Ends the job without its supervisor, which is killed first, because it could start the job again. None as in
+        `_sweep`."""
         look = Look().of(self._job)
         for supervisor in look.supervisors:
             send(supervisor, signal.SIGKILL)
@@ -166,8 +167,8 @@ class _Ending:
         return self._sweep(stopped=now)
 
     def _sweep(self, *, stopped: Optional[Status] = None) -> Optional[Status]:
-        """The final status of a job that has ended, once nothing of it is left; None when somebody has started it again
-        meanwhile. `stopped`: what it was before it was ended without its supervisor."""
+        """The final status of an ended job, once no process of it is left; None if it was started again in between.
+        `stopped`: its status before it was ended without its supervisor."""
         with ExitStack() as held:
             is_locked = self._hold(held)
             now = judge(self._job, is_locked=is_locked)
@@ -178,7 +179,7 @@ class _Ending:
             return self._leave_nothing(now)
 
     def _hold(self, held: ExitStack) -> bool:
-        """Whether nobody can start the job now: its lock is held, or there is no folder for one."""
+        """Whether the job cannot be started now: its lock is held, or there is no folder for one."""
         try:
             held.enter_context(locked(self._job))
         except OSError:  # a full disk, say
@@ -203,7 +204,7 @@ class _Ending:
         return final
 
     def _leave_nothing(self, final: Status) -> Status:
-        """The final status once nothing of the job is seen any more; what cannot be ended is `remaining`."""
+        """The final status after the job's last processes; one that cannot be ended is in `remaining`."""
         told, left = end_all(lambda: Look().of(self._job).all, term_s=0.0, settle_s=0.0, seen=self._seen)
         if final.damaged and self._others:  # it ran, and no supervisor could write how it ended
             final = final._replace(state=STOPPED, code=None, reason="stopped on request; %s" % final.damaged)

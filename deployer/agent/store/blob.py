@@ -1,4 +1,4 @@
-"""One blob on its way into the store.
+"""Writes one blob into the store.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -12,7 +12,7 @@ from ..host.files import blake2b, put_in_place, remove
 
 
 class BlobWriter:
-    """Writes one blob aside; `finish` checks and publishes it."""
+    """Writes one blob to a temporary file; `finish` checks and publishes it."""
 
     def __init__(self, path: str, temporary: str, digest: str, size: int) -> None:
         self._path, self._temporary, self._expected = path, temporary, (digest, size)
@@ -32,7 +32,7 @@ class BlobWriter:
         self._size += len(data)
 
     def finish(self) -> None:
-        """The blob is in the store. AgentError of kind usage when the bytes are not those announced."""
+        """Puts the blob into the store. Raises AgentError of kind usage if its bytes do not have the announced hash."""
         if (self._hash.hexdigest(), self._size) != self._expected:
             self.abort()
             raise not_announced(self._expected[0], self._expected[1], self._size)
@@ -45,7 +45,7 @@ class BlobWriter:
             fail(self._path, error)
 
     def abort(self) -> None:
-        """Forgets the bytes; harmless after anything."""
+        """Discards the bytes; safe at any time."""
         try:
             self._file.close()
         except OSError:

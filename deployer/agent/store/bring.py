@@ -1,4 +1,5 @@
-"""What a plan needs of files: what the client sends unasked is taken, and what is still missing is asked for.
+"""Receives the files of a plan: first those that the client sends without being asked, then those that are still
+missing.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -16,14 +17,14 @@ from .intake import Blob, Intake, Planter
 from .spare import Spare, discard
 
 MAX_UNPACKED = 1 << 20
-"""Bytes that the body of one frame may hold once it is unpacked."""
+"""Maximum bytes of one frame's body after decompression."""
 
 
 def bring_trees(store: Store, wanted: List[str], call: Call, *, ahead: bool = False) -> Optional[Spare]:
-    """Asks the client for every tree that is not here, then for the blobs that these trees lack.
+    """Requests every missing tree from the client, then the blobs that these trees lack.
 
-    `ahead`: what follows on the call's stream was sent unasked and belongs to the first tree. Returns that tree's files
-    as far as they were written while they arrived.
+    `ahead`: the next frames of the call's stream were sent without a request and belong to the first tree. Returns that
+    tree's files, if they were written while they arrived.
     """
     arrived = _take_ahead(store, wanted[0], call) if ahead else None
     try:
@@ -50,14 +51,14 @@ def _ask_for(store: Store, names: Sequence[str], call: Call) -> None:
 
 
 def drain(frames: Iterable[Frame], call: Call) -> None:
-    """Tells the client to send no more of what nobody asked for, and reads to its end."""
+    """Asks the client to stop sending files without a request, and reads to the end of its stream."""
     call.send_event("enough")
     for _ in frames:
         pass
 
 
 class _Announced(NamedTuple):
-    """What is coming unasked: the whole tree in words, and the blobs that follow."""
+    """The announced files: the complete tree, and the blobs that follow."""
 
     entries: List[tree.Entry]
     blobs: List[Blob]
@@ -89,7 +90,8 @@ def _take_ahead(store: Store, name: str, call: Call) -> Optional[Spare]:
 
 
 def _planter(store: Store, announced: _Announced, absent: Iterable[str]) -> Optional[Planter]:
-    """For a tree that comes nearly whole: a spare copy serves better where little has changed."""
+    """A writer for a tree of which most files arrive; otherwise None, because a spare copy is better if little has
+    changed."""
     files = sum(entry.mode != tree.LINK for entry in announced.entries)
     return Planter(store, announced.entries) if len(set(absent)) * 2 > files else None
 
@@ -97,7 +99,7 @@ def _planter(store: Store, announced: _Announced, absent: Iterable[str]) -> Opti
 def _read_announcement(
     store: Store, name: str, frames: Iterator[Frame]
 ) -> Tuple[Optional[_Announced], Iterator[Frame]]:
-    """None when it is of no use here: for another tree, or against one that is not here."""
+    """The announced files; None if they are for another tree, or relative to a tree that is not here."""
     words = []
     for frame in frames:
         words.append(frame.body)
@@ -126,7 +128,7 @@ def _base(store: Store, name: Optional[str]) -> Optional[Sequence[tree.Entry]]:
 
 
 def _receive(intake: Intake, frames: Iterable[Frame]) -> bool:
-    """Whether everything came that was announced."""
+    """Reads the blobs. Returns whether all announced ones arrived."""
     try:
         for frame in frames:
             intake.feed(body_of(frame))
@@ -137,5 +139,5 @@ def _receive(intake: Intake, frames: Iterable[Frame]) -> bool:
 
 
 def body_of(frame: Frame) -> bytes:
-    """What a frame of file content carries, unpacked."""
+    """The decompressed content of a frame."""
     return zlib.decompressobj().decompress(frame.body, MAX_UNPACKED) if frame.head.get("z") else frame.body

@@ -2,7 +2,7 @@
 
 Everything appears by a rename, so that several agents may work at once and a reader sees all of it or nothing. Blobs
 are not fsynced one by one (a thousand would take seconds); a blob that a power cut damaged is noticed when it is
-copied, forgotten together with its tree, and asked for again by the next launch.
+copied. It is then removed together with its tree, and the next launch requests it again.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -26,11 +26,12 @@ from .tree_files import Copier, in_threads, make_folders, make_link, make_read_o
 
 _HASH = re.compile(r"[0-9a-f]{40}\Z")
 SYNCED_APART = 2000
-"""Files: some seconds on a slow disk."""
+"""Maximum number of files that are synced one by one: some seconds on a slow disk."""
 
 
 class Store:
-    """Blobs and trees below a root. AgentError of kind host: the disk says no; of kind need: the client must send."""
+    """Blobs and trees below a root. Raises AgentError of kind `host` if the disk refuses, and of kind `need` if the
+    client must send files."""
 
     def __init__(self, root: Root) -> None:
         self.root = root
@@ -40,7 +41,7 @@ class Store:
         return os.path.isfile(self._tree_path(root_hash))
 
     def save_tree(self, entries: Sequence[Entry]) -> str:
-        """Keeps a tree and returns its root hash. AgentError when an entry could lead out of the tree."""
+        """Stores a tree and returns its root hash. Raises AgentError if an entry could lead out of the tree."""
         check_tree(entries)
         data = dump_entries(sorted(entries))
         root_hash = content_hash(data)
@@ -55,7 +56,7 @@ class Store:
         return root_hash
 
     def load_tree(self, root_hash: str) -> List[Entry]:
-        """The entries of a tree. AgentError of kind need when it is missing or damaged."""
+        """The entries of a tree. Raises AgentError of kind `need` if it is missing or damaged."""
         path = self._tree_path(root_hash)
         try:
             entries = _read_tree(path, root_hash)
@@ -68,8 +69,8 @@ class Store:
         return entries
 
     def keep_listing(self, root_hash: str, path: str) -> None:
-        """Keeps a tree beside a copy of it, which is mended by it when the store has lost the tree: another name of the
-        store's file, which is synced already."""
+        """Links the tree's file to `path`, beside a job's copy, so that `mend` works after the store has lost the tree.
+        Copies it if the link fails (another disk)."""
         source = self._tree_path(root_hash)
         remove(path)
         try:
@@ -79,7 +80,7 @@ class Store:
                 write_whole(path, read_whole(source, MAX_BYTES + 1), sync=True)
 
     def missing(self, entries: Sequence[Entry]) -> List[str]:
-        """Hashes of the blobs that are not here (or have the wrong size), each once, in the entries' order."""
+        """Hashes of the blobs that are missing (or have the wrong size), each once, in the entries' order."""
         wanted = {e.hash: e.size for e in entries if e.mode != LINK}
         return [digest for digest, size in wanted.items() if not self._has_blob(digest, size)]
 
@@ -87,13 +88,13 @@ class Store:
         return _has_size(self._blob_path(digest), size) or self.packs.size(digest) == size
 
     def writer(self, digest: str, size: int) -> "BlobWriter":
-        """Takes the bytes of one blob. AgentError when the file system has not enough room for it."""
+        """A writer for one blob. Raises AgentError if the file system has not enough space for it."""
         path = self._blob_path(digest)
         self.check_room(size)
         return BlobWriter(path, self.aside("blob"), digest, size)
 
     def check_room(self, size: int) -> None:
-        """AgentError when the file system has not so many bytes free, or nothing can be written there."""
+        """Raises AgentError if the file system has fewer bytes free, or cannot be written."""
         try:
             free = free_bytes(self.make_tmp())
         except OSError as error:
@@ -102,7 +103,7 @@ class Store:
             raise no_room(self.root.path, "%s are needed" % megabytes(size), free)
 
     def unpack(self) -> None:
-        """Puts the blobs of every pack here one by one, and removes the pack."""
+        """Writes the blobs of every pack as single files, and removes the packs."""
         for name in names(self.root.packs):
             path = os.path.join(self.root.packs, name)
             with open_regular(path) as pack:
@@ -116,11 +117,11 @@ class Store:
     def materialise(
         self, root_hash: str, dest: str, *, present: Sequence[Entry] = (), entries: Optional[Sequence[Entry]] = None
     ) -> None:
-        """Writes the tree's files into the folder `dest` (made if needed), as separate copies; not those present.
-        `entries`: the tree's, when they have been loaded already.
+        """Writes the tree's files, except those in `present`, into the folder `dest` (created if needed) as separate
+        copies. `entries`: the tree's entries, if they are already loaded.
 
-        Each blob is hashed as it is copied: AgentError of kind need when one is missing or damaged. No link in `dest`
-        is followed, and links of the tree are made last.
+        Each blob is hashed while it is copied. Raises AgentError of kind `need` if one is missing or damaged. Follows
+        no link in `dest`; the tree's links are created last.
         """
         try:
             self._write_tree(entries or self.load_tree(root_hash), dest, set(present))
@@ -142,10 +143,10 @@ class Store:
                 make_link(entry.hash, os.path.join(dest, entry.path))
 
     def mend(self, root_hash: str, dest: str, listing: str = "") -> None:
-        """Writes again what a power cut took of a tree's copy, whose files are not fsynced: those that are missing, or
-        hold a beginning of what they held, and zeros. What else differs somebody has changed, and what lies behind a
-        link is not the job's. Errors as materialise, but the tree stays: until all can be written, it is refused.
-        `listing`: where the tree was kept beside the copy."""
+        """Restores files of a tree's copy that a power cut damaged: missing ones, and ones that hold the start of their
+        content followed by zeros. Any other difference is a change by the job or a user and stays. Files behind a link
+        do not belong to the job. Raises like materialise, but keeps the tree in the store, so it raises each time until
+        all files can be restored. `listing`: the tree's file beside the copy."""
         entries = self._find_tree(root_hash, listing)
         others = tuple(folder + "/" for folder in folders_of(entries) if _is_replaced(os.path.join(dest, folder)))
         ours = [entry for entry in entries if not entry.path.startswith(others)]
@@ -158,7 +159,8 @@ class Store:
             fail(error.filename or dest, error)
 
     def _find_tree(self, root_hash: str, listing: str) -> List[Entry]:
-        """The store's, or what was kept beside a copy. Removes nothing, so that who asks again hears the same."""
+        """The tree's entries from the store, or from the file beside the copy. Removes nothing, so a second call gives
+        the same result."""
         for path in filter(None, (self._tree_path(root_hash), listing)):
             try:
                 entries = _read_tree(path, root_hash)
@@ -189,7 +191,8 @@ class Store:
     def shared(self, root_hash: str, name: str, *, file: Optional[bool] = None) -> str:
         """`data/ROOT_HASH/NAME`, the read-only copy of a tree, made once; `name` is one path component.
 
-        file: the tree is one file of that name, and the answer is the file's path; None: when it looks like that.
+        `file`: the tree is one file of this name, and the result is the file's path; None: decided by the tree's
+        entries.
         """
         path = self._shared_path(root_hash, name)
         if os.path.lexists(path):
@@ -230,7 +233,7 @@ class Store:
         return True
 
     def _remove_shared(self, path: str) -> None:
-        """A job that uses the copy now keeps the files that it has open."""
+        """Removes a damaged copy. A job that uses it keeps its open files."""
         aside = self.aside("data")
         try:
             self.make_tmp()
@@ -282,17 +285,17 @@ class Store:
         return os.path.join(self.root.trees, root_hash)
 
     def make_tmp(self) -> str:
-        """The folder for what is not finished; OSError when it cannot be made."""
+        """Creates the folder for temporary files. Raises OSError if that fails."""
         os.makedirs(self.root.tmp, mode=0o700, exist_ok=True)
         return self.root.tmp
 
     def aside(self, kind: str) -> str:
-        """A name that no other agent uses."""
+        """A temporary path that no other agent uses."""
         return os.path.join(self.root.tmp, "%s-%d-%s" % (kind, os.getpid(), os.urandom(8).hex()))
 
 
 def _read_tree(path: str, root_hash: str) -> List[Entry]:
-    """OSError when it cannot be read, Damage when it is another one."""
+    """Reads a tree's file. Raises OSError if it cannot be read, and Damage if its hash is wrong."""
     data = read_whole(path, MAX_BYTES + 1)
     if content_hash(data) != root_hash:
         raise Damage("its hash is another")
@@ -300,8 +303,8 @@ def _read_tree(path: str, root_hash: str) -> List[Entry]:
 
 
 def check_tree(entries: Sequence[Entry]) -> None:
-    """AgentError unless every entry is a plain relative name with a real hash, named once, and no file or link is
-    another one's folder: nothing may be written through a link."""
+    """Raises AgentError unless every entry is a plain relative name with a valid hash and occurs once, and no file or
+    link is also another entry's folder: nothing may be written through a link."""
     paths = {e.path for e in entries}
     if len(paths) != len(entries):
         raise AgentError("usage", "a tree names a path twice")
@@ -318,7 +321,7 @@ def check_tree(entries: Sequence[Entry]) -> None:
 
 
 def _is_replaced(folder: str) -> bool:
-    """Whether something else is in the place of a folder."""
+    """Whether something that is not a folder is in the folder's place."""
     return os.path.lexists(folder) and not stat.S_ISDIR(os.lstat(folder).st_mode)
 
 
@@ -331,8 +334,8 @@ def _has_size(path: str, size: int) -> bool:
 
 
 def _sync(entries: Sequence[Entry], folder: str) -> None:
-    """Makes the content of a tree's copy durable. A few files one by one: what else the host writes may take minutes.
-    Of many that would take longer still."""
+    """Makes the content of a tree's copy durable. A few files are synced one by one, because a sync of everything on
+    the host may take minutes; many files would take longer than that."""
 
     def sync(entry: Entry) -> None:
         with open_regular(os.path.join(folder, entry.path)) as file:

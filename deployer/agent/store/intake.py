@@ -1,4 +1,4 @@
-"""Blobs as they arrive: one behind the other in an order that both sides know, cut into frames anywhere.
+"""Stores blobs as they arrive: one after another in an order that both sides know, split into frames anywhere.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -19,21 +19,21 @@ from .tree import LINK, Entry, content_hash
 from .tree_files import make_folders, write_file
 
 SMALL_BYTES = 1 << 20
-"""A blob up to this size is taken as one piece, into a pack when many come."""
+"""A blob up to this size is kept in memory, and goes into a pack if there are many."""
 PACK_FROM = 32
 """Fewer small blobs than this go into the store one by one."""
 
 PLANTERS = 4
 MAX_WAITING = 32
-"""Small blobs in memory that no thread has written yet."""
+"""Maximum number of small blobs in memory that no thread has written yet."""
 
 Blob = Tuple[str, int]  # content hash, bytes
 
 
 class Planter:
-    """Writes a tree's files while their blobs arrive: the job's copy then needs no second reading.
+    """Writes a tree's files while their blobs arrive, so that the job's copy does not need to read them again.
 
-    Creating files keeps a processor busy inside the kernel (0.7 ms each on some disks), so several threads do it.
+    Creating a file takes 0.7 ms of kernel time on some disks, so several threads do it.
     """
 
     def __init__(self, store: Store, entries: Sequence[Entry]) -> None:
@@ -51,13 +51,13 @@ class Planter:
             gardener.start()
 
     def plant(self, digest: str, data: bytes) -> None:
-        """Has the files of a blob written. OSError when an earlier one could not be."""
+        """Queues the files of a blob for writing. Raises OSError if an earlier one could not be written."""
         if self._failure is not None:
             raise self._failure
         self._waiting.put((digest, data))
 
     def harvest(self) -> Spare:
-        """All that was planted. AgentError when a file could not be written."""
+        """Waits for the threads and returns the written files. Raises AgentError if a file could not be written."""
         self._end()
         if self._failure is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -85,9 +85,9 @@ class Planter:
 
 
 class Intake:
-    """Puts a stream of `blobs` into the store: those of `wanted`, the others are passed over.
+    """Puts a stream of `blobs` into the store: those in `wanted`; ignores the others.
 
-    AgentError as from Store.writer and BlobWriter; after one, or when the stream breaks off, call `abort`.
+    Raises AgentError like Store.writer and BlobWriter. After an error, or if the stream breaks, call `abort`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Intake:
         store.check_room(sum(size for digest, size in blobs if digest in wanted))
 
     def feed(self, data: bytes) -> None:
-        """The next bytes of the stream. Empty bytes complete the empty blobs at its end."""
+        """Takes the next bytes of the stream. Empty bytes complete the empty blobs at its end."""
         view = memoryview(data)
         while self._blob is not None:
             part, view = view[: self._left], view[self._left :]
@@ -119,7 +119,7 @@ class Intake:
             raise AgentError("host", "more file content arrived than was announced")
 
     def finish(self) -> bool:
-        """What has come is in the store from now on; whether that is everything."""
+        """Publishes the received blobs. Returns whether all have arrived."""
         self.feed(b"")
         try:
             if self._pack is not None:
@@ -132,7 +132,7 @@ class Intake:
         return self._blob is None
 
     def abort(self) -> None:
-        """Forgets what has come so far."""
+        """Discards everything received so far."""
         if self._writer is not None:
             self._writer.abort()
         if self._pack is not None:

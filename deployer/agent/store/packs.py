@@ -1,7 +1,7 @@
-"""The small blobs of one push in one file, until a process that nobody waits for puts them into the store one by one.
+"""The small blobs of one upload in one file, until a background process writes them as single files.
 
 Creating a file costs a host's disk more than writing it: a first launch would create every file twice, once for the
-store and once for the job. A pack holds the blobs one behind the other, then its index as JSON, then that one's size.
+store and once for the job. A pack contains the blobs one after another, then its index as JSON, then the index's size.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -20,14 +20,14 @@ MAX_INDEX = 64 << 20
 
 @as_row
 class _Part(NamedTuple):
-    """Where a blob lies in a pack."""
+    """A blob's place in a pack."""
 
     start: int
     size: int
 
 
 class PackWriter:
-    """Takes blobs; `publish` makes them part of the store at once, by a rename. OSError when the disk refuses."""
+    """Takes blobs; `publish` adds all of them to the store at once, by a rename. Raises OSError if the disk refuses."""
 
     def __init__(self, root: Root) -> None:
         os.makedirs(root.tmp, mode=0o700, exist_ok=True)
@@ -53,7 +53,7 @@ class PackWriter:
         os.replace(self._temporary, self._path)
 
     def abort(self) -> None:
-        """Forgets the blobs; harmless after `publish`."""
+        """Discards the blobs; safe after `publish`."""
         for undo in (self._file.close, lambda: os.unlink(self._temporary)):
             try:
                 undo()
@@ -69,7 +69,7 @@ class _Place(NamedTuple):
 
 
 class Packs:
-    """What lies in the packs of a root, as they were when first asked. A pack that is removed meanwhile stays open."""
+    """The content of a root's packs at the first access. A pack that is removed later stays open."""
 
     def __init__(self, root: Root) -> None:
         self._folder = root.packs
@@ -80,18 +80,18 @@ class Packs:
         return found.size if found else None
 
     def read(self, digest: str) -> Optional[bytes]:
-        """A blob's bytes, unchecked; None when no pack has it."""
+        """A blob's bytes, unchecked; None if no pack has it."""
         found = self._blobs().get(digest)
         return os.pread(found.fd, found.size, found.start) if found else None
 
     def look_again(self) -> None:
-        """A pack has come since."""
+        """Reads the packs again at the next access, because there is a new one."""
         for fd in {place.fd for place in (self._found or {}).values()}:
             os.close(fd)
         self._found = None
 
     def forget(self, digest: str) -> None:
-        """Removes the pack that holds a damaged blob: its other blobs are hardly better."""
+        """Removes the pack that contains a damaged blob: its other blobs are probably damaged too."""
         path = self._blobs()[digest].path
         self._found = {name: place for name, place in self._blobs().items() if place.path != path}
         os.unlink(path)
@@ -109,7 +109,7 @@ class Packs:
 
 
 def names(folder: str) -> List[str]:
-    """The packs of a folder that may not exist."""
+    """The packs in a folder; empty if the folder does not exist."""
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -128,7 +128,8 @@ def _open(path: str) -> Dict[str, _Place]:
 
 
 def read_index(fd: int) -> List[Tuple[str, int, int]]:
-    """(digest, offset, size) of each blob of an open pack; none when a power cut damaged it: they are asked for."""
+    """(digest, offset, size) of each blob of an open pack; empty if a power cut damaged it: then its blobs are
+    requested again."""
     try:
         end = os.fstat(fd).st_size - _LENGTH.size
         (length,) = _LENGTH.unpack(os.pread(fd, _LENGTH.size, end))

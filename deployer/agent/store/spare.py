@@ -1,9 +1,9 @@
-"""A spare copy of the tree launched last, made while its job runs: the next launch creates only the files that differ.
+"""A spare copy of the last launched tree, made while its job runs: the next launch creates only the files that differ.
 
-Creating a thousand files is most of what an unchanged deployment costs on a host's disk; renaming two folders is not.
-The spare is a copy like any other (hashed as it was copied, never linked to the store). It is taken by a rename, so
-only one launch gets it, and counts only if nothing in it has been touched since it was made, nor the host started
-anew: its files are not fsynced, and after a power cut one may be zeros that looks untouched.
+Creating a thousand files is most of the cost of an unchanged launch on a host's disk; renaming two folders is cheap.
+The spare is a normal copy (hashed while it was copied, never linked to the store). A launch takes it by a rename, so
+only one launch gets it. It is used only if none of its files was changed since and the host was not rebooted: its files
+are not fsynced, and after a power cut a file may contain zeros although it looks unchanged.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -26,16 +26,16 @@ from .tree import MAX_BYTES as MAX_TREE
 from .tree import Entry, check_entry
 
 MAX_BYTES = 200 * 10**6
-"""A larger tree gets no spare: it would cost more disk than it saves time."""
+"""A larger tree gets no spare: it would use more disk space than it saves time."""
 FREE_FACTOR = 4
-"""A spare is made only where so many times its size is free."""
+"""A spare is made only if this many times its size is free."""
 
 START_AFTER_S = 0.2
-"""So long the job that was just launched has the disk to itself."""
+"""Seconds for which the new job has the disk to itself."""
 
 
 class Spare(NamedTuple):
-    """A folder whose `tree` holds files for one launch to take."""
+    """A folder whose `tree` contains files for one launch."""
 
     folder: str
     entries: List[Entry]  # those that nobody has touched
@@ -43,7 +43,7 @@ class Spare(NamedTuple):
 
 
 class SpareRecord(NamedTuple):
-    """record.json of a spare: what it was made of, and what its files were like then."""
+    """record.json of a spare: its tree, and its files' marks at that time."""
 
     entries: List[Entry]
     marks: Dict[str, List[int]]
@@ -59,8 +59,8 @@ def read_record(folder: str) -> SpareRecord:
 
 
 def materialise(root: Root, root_hash: str, dest: str, *, arrived: Optional[Spare] = None) -> None:
-    """The tree's files in `dest`, from the spare where it helps (or what has just arrived), else from the store.
-    Errors as Store.materialise."""
+    """Writes the tree's files into `dest`: from `arrived`, else from the spare, and the others from the store. Raises
+    like Store.materialise."""
     store = Store(root)
     entries = store.load_tree(root_hash)
     spare = arrived or _take(root)
@@ -69,20 +69,20 @@ def materialise(root: Root, root_hash: str, dest: str, *, arrived: Optional[Spar
 
 
 def discard(spare: Optional[Spare]) -> None:
-    """Removes what a launch did not take; harmless when it was taken."""
+    """Removes a spare that no launch took; safe if one did."""
     if spare is not None:
         shutil.rmtree(spare.folder, ignore_errors=True)
 
 
 def make_later(root: Root, root_hash: str) -> None:
-    """Starts a process that makes a spare of the tree and unpacks what has come, and comes back at once."""
+    """Starts a process that makes a spare of the tree and unpacks the packs; returns at once."""
     null = subprocess.DEVNULL
     argv = own_process_argv(__name__, root.path, root_hash, options=["-B"], nice=10)
     subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, cwd="/", start_new_session=True, close_fds=True)
 
 
 def main(root_path: str, root_hash: str) -> None:
-    """Body of that process. One at a time: the others have nothing to add."""
+    """The main function of that process. Only one runs at a time: another one would do the same work."""
     root = Root(root_path)
     with open(os.path.join(root.path, "store", "spare.lock"), "a") as lock:
         try:
@@ -123,7 +123,7 @@ def _place(root: Root) -> str:
 
 
 def _rename_aside(root: Root) -> Optional[str]:
-    """The spare under a name that is ours alone, which only one process can get; None when there is none."""
+    """Renames the spare to a name that only this process uses; None if there is none."""
     aside = os.path.join(root.tmp, "spare-%d-%s" % (os.getpid(), os.urandom(4).hex()))
     try:
         os.rename(_place(root), aside)
@@ -148,7 +148,7 @@ def _take(root: Root) -> Optional[Spare]:
 
 
 def _marks(folder: str, entries: Sequence[Entry]) -> Dict[str, List[int]]:
-    """What changes when anybody touches a file: size, modification and change time, inode."""
+    """Values that change if a file is changed: size, modification and change time, inode."""
     return {entry.path: _mark(os.path.join(folder, entry.path)) for entry in entries}
 
 
@@ -158,7 +158,7 @@ def _mark(path: str) -> List[int]:
 
 
 def _move_into(spare: Spare, wanted: Sequence[Entry], dest: str) -> List[Entry]:
-    """Moves the spare's folders into `dest` without what is not wanted, and returns the entries that are there now."""
+    """Moves the spare's folders into `dest`, without unwanted files. Returns the entries that are there now."""
     tree = os.path.join(spare.folder, "tree")
     kept = set(spare.entries) & set(wanted)
     if not spare.untouched or len(kept) < len(spare.entries):
@@ -170,7 +170,7 @@ def _move_into(spare: Spare, wanted: Sequence[Entry], dest: str) -> List[Entry]:
 
 
 def _weed(tree: str, kept: Collection[Entry]) -> None:
-    """Removes all but the kept files, and the folders that are empty then."""
+    """Removes all files except the kept ones, and then the empty folders."""
     keep = {os.path.join(tree, entry.path) for entry in kept}
     for folder, folders, files in os.walk(tree, topdown=False):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]

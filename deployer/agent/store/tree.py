@@ -16,12 +16,12 @@ FILE: Mode = "f"
 EXECUTABLE: Mode = "x"
 LINK: Mode = "l"
 MAX_BYTES = 64 << 20
-"""Of a tree's entries as text: some 500,000 files."""
+"""Maximum bytes of a tree's entries as text: some 500,000 files."""
 
 
 @as_row
 class Entry(NamedTuple):
-    """One file of a tree. Folders exist by their files; an empty folder does not travel (as in git)."""
+    """One file of a tree. Folders exist through their files; an empty folder is not sent (as in git)."""
 
     path: str  # relative, '/'-separated, surrogateescape for bytes that are not UTF-8
     mode: Mode
@@ -30,7 +30,8 @@ class Entry(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What a client says unasked of a tree: what changed since `base`, None for the whole of it."""
+    """The changes of a tree that a client sends without a request: relative to `base`, or the whole tree if `base` is
+    None."""
 
     base: Optional[str]
     put: List[Entry]
@@ -42,7 +43,7 @@ def content_hash(data: bytes) -> str:
 
 
 def file_hash(path: str) -> str:
-    """The content hash of a regular file. OSError when there is none to read."""
+    """The content hash of a regular file. Raises OSError if it cannot be read."""
     digest = blake2b(digest_size=20)
     with open_regular(path) as file:
         for data in iter(lambda: file.read(1 << 20), b""):
@@ -51,7 +52,7 @@ def file_hash(path: str) -> str:
 
 
 def root_hash(entries: Sequence[Entry]) -> str:
-    """Name of a tree: a hash over its sorted entries."""
+    """The name of a tree: a hash of its sorted entries."""
     return content_hash(dump_entries(sorted(entries)))
 
 
@@ -60,7 +61,7 @@ def dump_entries(entries: Sequence[Entry]) -> bytes:
 
 
 def load_entries(data: bytes) -> List[Entry]:
-    """Entries from a file or the other side, each checked: nothing of them may point outside the tree. Damage."""
+    """Entries from a file or the other side, each checked so that it cannot point outside the tree. Raises Damage."""
     entries = parse(data, List[Entry], most=MAX_BYTES)
     for entry in entries:
         check_entry(entry)
@@ -68,7 +69,7 @@ def load_entries(data: bytes) -> List[Entry]:
 
 
 def unpacked(data: bytes) -> bytes:
-    """What was compressed, of entries or Changes. Damage for anything else, or if it is too large."""
+    """Decompresses entries or Changes. Raises Damage if the data is not valid or too large."""
     try:
         text = zlib.decompressobj().decompress(data, MAX_BYTES + 1)
     except zlib.error as error:
@@ -77,7 +78,7 @@ def unpacked(data: bytes) -> bytes:
 
 
 def check_entry(entry: Entry) -> None:
-    """Damage for a path that is absolute, leaves the tree, or is not a plain name."""
+    """Raises Damage for a path that is absolute, leaves the tree, or is not a plain name."""
     if not is_path_below(entry.path):
         raise Damage("unsafe path in a tree: %.200r" % entry.path)
     if entry.mode not in (FILE, EXECUTABLE, LINK):
@@ -107,7 +108,8 @@ def blobs_of(entries: Sequence[Entry]) -> Dict[str, int]:
 
 
 def changed(base: Sequence[Entry], put: Sequence[Entry], gone: Sequence[str]) -> List[Entry]:
-    """`base` with the entries of `put` in place of any of the same path, and without the paths `gone`; sorted."""
+    """`base` with the entries of `put`, which replace entries with the same path, and without the paths `gone`;
+    sorted."""
     entries = {entry.path: entry for entry in base}
     entries.update((entry.path, entry) for entry in put)
     for path in gone:
@@ -116,7 +118,8 @@ def changed(base: Sequence[Entry], put: Sequence[Entry], gone: Sequence[str]) ->
 
 
 def new_blobs(base: Sequence[Entry], put: Sequence[Entry]) -> Dict[str, int]:
-    """Content hash -> size of what `put` needs beyond `base`, in the order in which both sides send and take it."""
+    """Content hash -> size of the blobs that `put` needs in addition to `base`, in the order in which both sides send
+    and receive them."""
     there = blobs_of(base)
     return {digest: size for digest, size in blobs_of(put).items() if digest not in there}
 

@@ -1,4 +1,4 @@
-"""A tree's folders, files and links as they are made on a disk: nothing is written through a link that lies there.
+"""Creates a tree's folders, files and links on a disk; writes nothing through an existing link.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -19,7 +19,8 @@ THREADS = 3
 
 
 def make_folders(dest: str, entries: Sequence[Entry]) -> None:
-    """The folder `dest` and every folder in it that the entries need. AgentError when something else is in the way."""
+    """Creates the folder `dest` and every folder in it that the entries need. Raises AgentError if something else is in
+    the way."""
     os.makedirs(dest, mode=0o700, exist_ok=True)
     for folder in folders_of(entries):
         path = os.path.join(dest, folder)
@@ -31,7 +32,7 @@ def make_folders(dest: str, entries: Sequence[Entry]) -> None:
 
 
 def write_file(path: str, data: bytes, mode: str) -> None:
-    """A tree's file with this content; a link in its place is not followed. OSError."""
+    """Writes a tree's file; does not follow a link in its place. Raises OSError."""
     target = _create(path, mode)
     try:
         _write_all(target, data)
@@ -51,7 +52,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 class Copier:
-    """Copies files, by reflink as long as the file system takes it."""
+    """Copies files, by reflink if the file system supports it."""
 
     def __init__(self) -> None:
         self._reflink = True
@@ -80,8 +81,8 @@ class Copier:
 
 
 def in_threads(work: Callable[[Entry], None], entries: Sequence[Entry]) -> None:
-    """Does the work for each entry, and raises the first failure. Creating files keeps a processor busy inside the
-    kernel (0.7 ms each on some disks), so several threads do it."""
+    """Does the work for each entry, and raises the first error. Creating a file takes 0.7 ms of kernel time on some
+    disks, so several threads do it."""
     failures: List[BaseException] = []
     coming = iter(entries)
     turn = threading.Lock()
@@ -108,7 +109,7 @@ def in_threads(work: Callable[[Entry], None], entries: Sequence[Entry]) -> None:
 
 
 def make_link(target: str, path: str) -> None:
-    """A link, in the place of a file or link that is there. OSError."""
+    """Creates a link, replacing an existing file or link. Raises OSError."""
     try:
         os.symlink(target, path)
     except FileExistsError:
@@ -124,7 +125,7 @@ def make_read_only(folder: str) -> None:
 
 
 def _walk_up(folder: str) -> Iterator[str]:
-    """Everything below the folder, the deepest first; not the folder itself, whose rename needs it writable."""
+    """All paths below the folder, the deepest first; not the folder itself, which must stay writable for its rename."""
     for path, folders, files in os.walk(folder, topdown=False):
         for name in folders + files:
             yield os.path.join(path, name)

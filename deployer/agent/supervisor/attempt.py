@@ -1,4 +1,4 @@
-"""One attempt at the job: prepared, started, watched to its end, and judged.
+"""Runs one attempt: prepares it, starts it, watches it to its end, and finds its verdict.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class Attempt:
-    """One start of the job's command. `run` is its whole life; what it leaves running is swept by the caller."""
+    """One start of the job's command, from `run` or `adopt` to its end. The caller ends the processes that it
+    leaves."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Attempt:
         return self._see_through(Running(self._turn.job, self._number, groups, self._turn.children))
 
     def _prepared(self) -> Optional[Ending]:
-        """The end of an attempt that could not be started."""
+        """Starts the attempt. Returns its ending if it could not be started."""
         try:
             self._start()
         except Stopped:
@@ -73,7 +74,7 @@ class Attempt:
         return None
 
     def adopt(self) -> Ending:
-        """The same for an attempt whose supervisor was killed: watched from where it stands."""
+        """The same for an attempt whose supervisor was killed: watches it from its current state."""
         groups = find_mains(self._turn.status.now, leftovers(self._turn.job))
         return self._see_through(Running(self._turn.job, self._number, groups, None))
 
@@ -83,7 +84,7 @@ class Attempt:
         return self._watch.stop if self._watch is not None else None
 
     def report(self, ending: Ending) -> AttemptReport:
-        """What the status keeps of this attempt once it has ended."""
+        """The summary of this attempt for the status."""
         job, now = self._turn.job, self._turn.status.now
         has_stepped = is_trainer(self._given.plan) and progress.metrics_mark(job) != self._metrics_before
         return AttemptReport(
@@ -103,7 +104,7 @@ class Attempt:
         )
 
     def _start(self) -> None:
-        """What is to be started is decided before anything is."""
+        """Prepares all groups before it starts the first one."""
         turn, gpus, restarted = self._turn, self._gpus, self._restarted
         visible = gpus.visible if gpus is not None else ""
         prepared = prepare(turn, self._given, self._number, restarted=restarted, visible=visible)
@@ -125,7 +126,7 @@ class Attempt:
         return self._explained(gone, evidence)
 
     def _idle(self) -> "Optional[IdleGpus]":
-        """What watches the use of its GPUs, where that was asked for."""
+        """The watcher of the GPUs' utilization, if --idle-timeout is set."""
         timeout_s = self._given.plan.policy.idle_timeout_s
         if timeout_s is None:
             return None
@@ -142,7 +143,7 @@ class Attempt:
         return IdleGpus(status.now.devices, env, timeout_s, tell=tell)
 
     def _places(self) -> Dict[str, str]:
-        """The file systems that it uses."""
+        """The file systems that the job uses."""
         from ..job.vitals import places
 
         root = Root(os.path.dirname(os.path.dirname(self._turn.job.path)))
@@ -154,8 +155,8 @@ class Attempt:
         return {**(self._given.base_env or os.environ), **own, **self._given.env}
 
     def _explained(self, ending: Ending, evidence: Optional[Evidence] = None) -> Ending:
-        """The verdict on a failure with what this host tells of its cause; whatever goes wrong here, the verdict stays
-        as it is."""
+        """Adds this host's facts about the cause to the verdict on a failure. If that fails, the verdict stays as it
+        is."""
         if ending.state not in (FAILED, LOST):
             return ending
         try:
@@ -177,7 +178,7 @@ class Attempt:
             return ending
 
     def _error(self, ending: Ending) -> str:
-        """The words by which a failure is known again."""
+        """The text by which a repeated failure is recognised."""
         if self._watch is None or ending.state != FAILED:
             return ending.reason
         if self._watch.stall.ending is not None:

@@ -1,7 +1,7 @@
-"""The supervisor's children: waited for here and nowhere else.
+"""Waits for the supervisor's children; no other code does.
 
-The supervisor is the subreaper of all that it starts, and `subprocess` would report 0 for a child that was reaped
-elsewhere. Stdlib only, Python 3.8, Linux.
+The supervisor is the subreaper of all processes that it starts, and `subprocess` would report 0 for a child that was
+reaped elsewhere. Stdlib only, Python 3.8, Linux.
 """
 
 import os
@@ -13,11 +13,11 @@ from ..job.ending import exit_code
 
 POLL_S = 0.1
 AWAITED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
-"""Blocked in the supervisor and taken by `Children.wait` alone."""
+"""Signals that are blocked in the supervisor and received only by `Children.wait`."""
 
 
 class Children:
-    """Every child of this process, adopted orphans included. Remembers how the expected ones ended."""
+    """Every child of this process, including adopted orphans. Stores the exit codes of the expected ones."""
 
     def __init__(self) -> None:
         self._codes: Dict[int, Optional[int]] = {}
@@ -27,19 +27,19 @@ class Children:
         self._codes[pid] = None
 
     def code(self, pid: int) -> Optional[int]:
-        """None while it runs; 128 + N for signal N."""
+        """The child's exit code, 128 + N for signal N; None while it runs."""
         return self._codes[pid]
 
     def ended_ns(self, pid: int) -> int:
-        """When its end was seen, by the monotonic clock; 0 while it runs."""
+        """When its end was noticed, by the monotonic clock; 0 while it runs."""
         return self._ended_ns.get(pid, 0)
 
     def wait(self, timeout_s: float = POLL_S) -> bool:
-        """Until a child ends or the time is over. True when this process itself was asked to end (TERM, INT)."""
+        """Waits until a child ends or the time is over. Returns True if this process itself got TERM or INT."""
         self.reap()
         info = signal.sigtimedwait(AWAITED, timeout_s)
         self.reap()
-        # halted and told to go on, Python returns what no signal has filled in
+        # after SIGSTOP and SIGCONT, Python returns a siginfo that no signal has filled in
         return info is not None and info.si_signo in (signal.SIGTERM, signal.SIGINT)
 
     def reap(self) -> None:

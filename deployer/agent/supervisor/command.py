@@ -1,4 +1,4 @@
-"""From a plan to what is executed here: slots filled once, the environment composed, the interpreter resolved.
+"""Makes the commands of a plan: fills the slots once, composes the environment, finds the interpreter.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -36,7 +36,7 @@ _OF_A_JOB = (RESTARTED_ENV, GROUP_ENV, BESIDE_ENV)
 
 
 class Command(NamedTuple):
-    """What is started for a group of processes; `argv` has the rank wrapper before the program if need be."""
+    """The command of a group of processes; `argv` has the rank wrapper before the program if needed."""
 
     argv: List[str]
     cwd: str
@@ -44,7 +44,7 @@ class Command(NamedTuple):
 
 
 def fill(text: Text, slots: Mapping[str, str]) -> str:
-    """The text with its slots' values. AgentError for a slot that this agent does not know."""
+    """The text with its slots' values. Raises AgentError for a slot that this agent does not know."""
     try:
         return plan.fill(text, slots)
     except KeyError as error:
@@ -61,10 +61,11 @@ def job_env(
     restarted: bool,
     folder: str = "",
 ) -> Dict[str, str]:
-    """A role's environment: the session's, then the plan's, the user's, the secrets, and our own marks over them.
-    `folder`: of the group of its processes that it is for.
+    """A role's environment: the session's, then the plan's, the user's, the secrets, and finally our own marks.
+    `folder`: that of its group of processes.
 
-    What an outer torchrun or job left in the session's is dropped: the job would take it for its own."""
+    Variables of an outer torchrun or job in the session are dropped: otherwise the job would use them.
+    """
     base = {k: v for k, v in given.base_env.items() if not (_is_torchruns(k) or k in _OF_A_JOB)}
     own = {name: fill(text, slots) for name, text in role.env.items()}
     env = {"PYTHONUNBUFFERED": "1", **base, **own, **given.env, **given.secrets}
@@ -93,7 +94,7 @@ def _is_torchruns(name: str) -> bool:
 
 
 def job_command(role: Role, argv: Sequence[str], env: Dict[str, str], slots: Mapping[str, str]) -> Command:
-    """How a role's filled `argv` is started. A program without torchrun is rank 0 and gets the same wrapper as
+    """The command for a role's filled `argv`. A program without torchrun is rank 0 and gets the same wrapper as
     torchrun's ranks."""
     if not role.torchrun:
         argv = [sys.executable, "-I", "-S", os.path.join(slots["agent"], "rank.py"), "--exec", *argv]
@@ -101,18 +102,18 @@ def job_command(role: Role, argv: Sequence[str], env: Dict[str, str], slots: Map
 
 
 class _Answer(NamedTuple):
-    """Of the child that resolves: the interpreter, else an AgentError's kind, message and hint."""
+    """The child's answer: the interpreter, or else an AgentError's kind, message and hint."""
 
     python: str = ""
     error: Tuple[str, ...] = ()
     setup: Dict[str, str] = {}
     """Slots that the job's setup fills: its folder, and the interpreter below the job's."""
     code: Optional[int] = None
-    """Of a setup that has failed."""
+    """The exit code of a failed setup."""
 
 
 class SetupInput(NamedTuple):
-    """What a job's setup is run with."""
+    """The input of a job's setup."""
 
     plan: Setup
     env: Dict[str, str]
@@ -121,7 +122,7 @@ class SetupInput(NamedTuple):
 
 
 class Resolving:
-    """Resolves the job's interpreter in a child process, so that a stop can end it whatever it is installing."""
+    """Finds the job's interpreter in a child process, so that a stop can end it whatever it is installing."""
 
     def __init__(
         self,
@@ -132,13 +133,14 @@ class Resolving:
         log: str,
         setup: "Optional[SetupInput]" = None,
     ) -> None:
-        """`log` gets all output of the preparation. The child leads its own process group."""
+        """`log`: gets all output of the preparation. The child leads its own process group."""
         self._log = log
         self._answer, writing = os.pipe()
 
         def resolve() -> NoReturn:
             os.setpgid(0, 0)
-            # it holds the supervisor's lock, and its answer would reach nobody: it ends with it
+            # the child holds the supervisor's lock and no other process would read its answer, so it ends with the
+            # supervisor
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
             _resolve(spec, job, root, env, log, writing, setup)
 
@@ -146,8 +148,8 @@ class Resolving:
         os.close(writing)
 
     def result(self) -> Dict[str, str]:
-        """The slots that it fills, `python` and those of a setup, once the child has ended. AgentError with the reason
-        when there is no interpreter."""
+        """The slots that it fills, `python` and those of a setup, once the child has ended. Raises AgentError with the
+        reason if there is no interpreter."""
         with open(self._answer, "rb") as f:
             data = f.read()
         if not data:
@@ -161,7 +163,7 @@ class Resolving:
 
 
 def _see(log: str) -> str:
-    """Nobody is sent to a log that holds nothing."""
+    """The hint `see prepare.log`; empty if the log is empty."""
     try:
         return "see prepare.log" if os.path.getsize(log) else ""
     except OSError:

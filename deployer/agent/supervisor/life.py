@@ -1,4 +1,4 @@
-"""One job's life: begun, attempted once or more often, swept, and its final status written.
+"""One job from its start to its final status: its attempts, the sweep of its remaining processes, and its status.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from ..gpus.view import GpuHolder
 
 CLAIM_S, CLAIM_AGAIN_S = 300.0, 10.0
-"""A job that has waited for others asks so long, and so often, for GPUs of which nobody can tell how they are."""
+"""How long, and how often, a job that has waited for others tries to claim GPUs whose state cannot be read."""
 KEPT_ATTEMPTS = 30
-"""How many of the last attempts the status tells of: it must fit into the room that is held for it."""
+"""How many of the last attempts are in the status: it must fit into the reserved space."""
 
 
 class JobRun:
-    """One job's life, from preparing to its final status."""
+    """One job, from preparing to its final status."""
 
     def __init__(self, job: Job, given: LaunchInput) -> None:
         self.job = job
@@ -72,7 +72,8 @@ class JobRun:
         self._limited = False
 
     def run(self) -> None:
-        """Returns when the job has ended; at once when the status cannot even be begun (`spawn` then says so)."""
+        """Returns when the job has ended, or at once if the first status cannot be written (`spawn` then reports
+        it)."""
         if not self._begin():
             return
         try:
@@ -85,7 +86,7 @@ class JobRun:
         self._finish(ending)
 
     def _first_status(self) -> Status:
-        """What stands already: all of it for an adopted job, of a resumed one the attempts that have ended."""
+        """The status to start with: the whole one of an adopted job; of a resumed job, the attempts that have ended."""
         number = self.given.attempt
         before, damage = read_word(self.job)
         if self.given.adopt:
@@ -118,7 +119,7 @@ class JobRun:
         return True
 
     def _live(self) -> Ending:
-        """The attempts, up to the last one's ending."""
+        """Runs the attempts. Returns the last one's ending."""
         never = self._await_others() if self.given.after else None
         if never is not None:
             return never
@@ -156,7 +157,8 @@ class JobRun:
         return gpus
 
     def _await_others(self) -> Optional[Ending]:
-        """Waits for the jobs that have to succeed first, then asks for the GPUs; its ending when it never starts."""
+        """Waits for the jobs that must succeed first, then claims the GPUs. Returns the ending if the job never
+        starts."""
         from ..by_itself.after import Others
 
         names = ", ".join(self.given.after)
@@ -179,7 +181,7 @@ class JobRun:
         return Ending(STOPPED, None, "stopped on request, while it waited for %s" % names)
 
     def _claim(self) -> Optional[Ending]:
-        """The GPUs of a job that has none yet, or a place in their queue; its ending when it gets neither."""
+        """Claims the GPUs of a job without a claim, or queues for them. Returns the ending if it gets neither."""
         wanted = wanted_gpus(self.plan)
         if wanted is not None:
             from ..gpus.claim import JobGpus
@@ -206,7 +208,7 @@ class JobRun:
         return self._turn.asked.read() is not None
 
     def _queue(self) -> bool:
-        """Waits for the job's GPUs; False when a stop was asked for meanwhile."""
+        """Waits for the job's GPUs. Returns False if a stop was requested."""
         while self.gpus is not None and self.gpus.waiting:
             self.gpus.look()
             waits = self.gpus.waiting
@@ -221,7 +223,7 @@ class JobRun:
         return True
 
     def _try(self, *, adopted: bool = False) -> Ending:
-        """One attempt, up to its ending, which the status then keeps."""
+        """Runs one attempt to its ending, and stores the ending in the status."""
         self.attempt = attempt = Attempt(
             self._turn,
             self.given,
@@ -253,7 +255,7 @@ class JobRun:
         )
 
     def _back_off(self) -> Optional[StopRequest]:
-        """Waits before the next attempt; the request when a stop is asked for meanwhile."""
+        """Waits before the next attempt. Returns the request if a stop is requested."""
         from . import restarts
 
         now = self.status.now
@@ -277,7 +279,7 @@ class JobRun:
         return self._turn.asked.read()
 
     def _take_over_input(self) -> None:
-        """What the killed supervisor had been given, as far as it is kept."""
+        """Restores the input of the killed supervisor, as far as it is stored."""
         from ..host import environment
 
         record = known_record(self.job)
@@ -285,7 +287,7 @@ class JobRun:
         self.given = self.given._replace(env=record.env if record else {}, base_env=base_env)
 
     def _limit_runtime(self) -> None:
-        """Asks for an orderly stop when all attempts together have run for --max-runtime."""
+        """Requests a stop when all attempts together have run for --max-runtime."""
         limit_s = self.plan.policy.max_runtime_s
         began_s = self.status.now.began_mono_s
         if limit_s is None or began_s is None or self._limited or time.monotonic() < began_s + limit_s:
@@ -294,7 +296,7 @@ class JobRun:
         self._turn.ask_to_stop("stopped after --max-runtime %s" % stall.duration(limit_s))
 
     def _teller(self) -> Optional[Tell]:
-        """None for a supervisor that does not know the URLs."""
+        """The sender of --notify events; None if this supervisor does not know the URLs."""
         if not self.given.notify:
             hosts = ", ".join(self.plan.policy.notify)
             say("notify: the URL of %s was known to the supervisor that was killed: nobody is told any more" % hosts)
@@ -311,7 +313,7 @@ class JobRun:
         return self.given.base_env or dict(os.environ)
 
     def _sweep(self) -> None:
-        """Ends what the attempt left running."""
+        """Ends the processes that the attempt left."""
         if self.attempt is None:
             return
         stop, request = self.attempt.stop, self._turn.asked.read()
@@ -332,7 +334,7 @@ class JobRun:
         return [process for process in leftovers(self.job) if process not in self._turn.apart]
 
     def _finish(self, ending: Ending) -> None:
-        """Sweeps, then writes the last word."""
+        """Ends the remaining processes, then writes the final status."""
         self._sweep()
         self.status.note(
             **ending._asdict(),
@@ -354,7 +356,7 @@ class JobRun:
             self._turn.tell(last_event(ending.state), ending)
 
     def _look_at_gpus(self) -> "Tuple[Optional[bool], Sequence[GpuHolder]]":
-        """(whether the job's GPUs are free, what holds them); None when it has none or nobody can tell."""
+        """(whether the job's GPUs are free, what holds them); None if it has none or it cannot be determined."""
         if wanted_gpus(self.plan) is None or self.attempt is None:
             return None, ()
         from ..gpus.freed import wait_until_free
@@ -368,7 +370,7 @@ _STOPPED_QUEUED = "stopped on request, while it was queued"
 
 
 def _trouble(gpus: "JobGpus") -> Optional[str]:
-    """Asks for them; why that came to nothing."""
+    """Claims the GPUs. Returns the error message if that fails."""
     try:
         gpus.claim()
     except AgentError as error:

@@ -1,4 +1,5 @@
-"""The main process of each group, torchrun or a rank's wrapper: started, or found again after a supervisor's death.
+"""The main process of each group, torchrun or a rank's wrapper: starts it, or finds it again after a supervisor was
+killed.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -17,11 +18,11 @@ from .prepare import Prepared
 from .turn import Turn
 
 _started: "List[subprocess.Popen[bytes]]" = []
-"""Kept: their destructors would wait, and `Children` does."""
+"""Kept alive, because their destructors would wait for the processes, and `Children` does that."""
 
 
 def start_groups(turn: Turn, prepared: Sequence[Prepared], number: int, stdin: int) -> None:
-    """Starts the command of each group, which the status then has. `stdin`: for all of them."""
+    """Starts the command of each group, and stores it in the status. `stdin`: for all of them."""
     for one in prepared:
         turn.status.note_group(one.folder, slots=one.slots, argv=one.argv, cwd=one.command.cwd)
         log = os.path.join(turn.job.logs(number, one.folder), LAUNCHER_LOG)
@@ -38,7 +39,7 @@ def _start(prepared: Prepared, log: str, stdin: int) -> Process:
     command = prepared.command
     with open(log, "ab") as output:
         try:
-            # only to start it: `wait` and `poll` belong to Children
+            # used only to start it: `wait` and `poll` would take the exit code from Children
             started = subprocess.Popen(
                 command.argv,
                 cwd=command.cwd,
@@ -56,13 +57,13 @@ def _start(prepared: Prepared, log: str, stdin: int) -> Process:
 
 
 def find_mains(status: Status, ours: Sequence[Process]) -> Tuple[GroupStatus, ...]:
-    """The job's groups with the main processes that they have; `ours`: what runs of the job."""
+    """The job's groups with their current main processes. `ours`: the job's running processes."""
     return tuple(group._replace(main=_find(status, group, in_group(ours, group.folder))) for group in status.groups)
 
 
 def _find(status: Status, group: GroupStatus, ours: Sequence[Process]) -> Optional[Process]:
-    """As the status has it, if that is one of the group's processes or has ended; else the one that leads a session
-    and that none of the others started, the oldest."""
+    """The main process in the status, if it belongs to the group or has ended; else the oldest process that leads a
+    session and was not started by another one of the group."""
     noted = group.main
     if not ours or (noted is not None and (noted in ours or not is_running(noted))):
         return noted

@@ -1,5 +1,4 @@
-"""What is started for an attempt, decided before anything is: the folders made, the interpreter resolved, the slots
-filled.
+"""Prepares an attempt before any process is started: creates the folders, finds the interpreter, fills the slots.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -18,21 +17,21 @@ from .start import LaunchInput
 from .turn import Turn
 
 OF_SETUP = ("setup", "below")
-"""Slots that a setup fills. The status names them, so that `gc` keeps what the job's environment lies over."""
+"""Slots that a setup fills. The status contains them, so that `gc` keeps the environment below the job's."""
 
 
 class Prepared(NamedTuple):
-    """What is started for one group of processes."""
+    """The prepared command of one group of processes."""
 
     folder: str
     command: Command
     argv: Tuple[str, ...]
-    """The role's words, without the wrapper."""
+    """The role's arguments, without the wrapper."""
     slots: Dict[str, str]
 
 
 def prepare(turn: Turn, given: LaunchInput, number: int, *, restarted: bool, visible: str) -> List[Prepared]:
-    """`visible`: the GPUs that the job has claimed. Stopped when a stop is asked for meanwhile."""
+    """Prepares all groups. `visible`: the GPUs that the job has claimed. Raises Stopped if a stop is requested."""
     job, groups = turn.job, list(groups_of(given.plan))
     root = os.path.dirname(os.path.dirname(job.path))
     try:
@@ -63,7 +62,7 @@ def _prepare_group(
 def _setup_input(
     job: Job, given: LaunchInput, number: int, group: Group, slots: Dict[str, str], visible: str
 ) -> SetupInput:
-    """Its environment is that of the job's main role."""
+    """The setup's input, with the environment of the job's main role."""
     share = visible_to(given.plan, group, visible)
     slots = {**slots, "gpus": share} if share else slots
     assert given.plan.setup is not None
@@ -78,7 +77,7 @@ def _resolve_python(
     turn.check()
     known = slot_of(turn.status.now, "python")
     if restarted and os.path.exists(known):
-        # what the former attempt ran with
+        # the former attempt's interpreter and setup
         return {"python": known, **{name: slot_of(turn.status.now, name) for name in (OF_SETUP if setup else ())}}
     env = {**given.base_env, **given.env, **given.secrets, **marks(turn.job, number)}
     log = os.path.join(turn.job.logs(number), "prepare.log")

@@ -1,4 +1,4 @@
-"""Whether the supervisor starts a failed job again by itself: a pure decision on the attempts so far.
+"""Decides whether the supervisor restarts a failed job, from the attempts so far: pure functions.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -9,9 +9,9 @@ from typing import NamedTuple, Optional, Sequence
 from ..job.status import FAILED, AttemptReport, State
 
 BACKOFF_S = (1.0, 5.0, 30.0)
-"""Before the first, the second, and every later restart."""
+"""Seconds before the first, the second, and every later restart."""
 USAGE_CODE = 2
-"""The trainer's code for a mistake in config, data or model."""
+"""The trainer's exit code for a mistake in config, data or model."""
 NOT_STARTED_CODES = {126: "the program cannot be executed", 127: "the program was not found"}
 
 
@@ -21,11 +21,11 @@ class Past(NamedTuple):
     state: State
     code: Optional[int]
     started: bool
-    """Whether its command was started at all; False when the preparation failed."""
+    """Whether its command was started; False if the preparation failed."""
     words: str = ""
-    """Of a trainer the error of its outcome.json; of a program the last log line of the rank that failed first."""
+    """For a trainer, the error in outcome.json; for a program, the last log line of the rank that failed first."""
     step: Optional[int] = None
-    """The last step that it noted in metrics.jsonl; None for a program, and before the first step."""
+    """Its last step in metrics.jsonl; None for a program, and before the first step."""
 
 
 def past_of(report: AttemptReport) -> Past:
@@ -33,8 +33,7 @@ def past_of(report: AttemptReport) -> Past:
 
 
 def why_no_restart(history: Sequence[Past], *, restarts: int, max_restarts: int, is_trainer: bool) -> Optional[str]:
-    """The reason why the last of these attempts, begun after so many restarts, is the job's end; None when the next one
-    should be started."""
+    """Why the last attempt ends the job, after this many restarts; None if the next attempt should start."""
     last = history[-1]
     if last.state != FAILED:
         return "it has not failed"
@@ -52,14 +51,14 @@ def why_no_restart(history: Sequence[Past], *, restarts: int, max_restarts: int,
 
 
 def backoff_s(restarts: int) -> float:
-    """Seconds to wait before the next restart, after so many."""
+    """Seconds to wait before the next restart, after this many."""
     return BACKOFF_S[min(restarts, len(BACKOFF_S) - 1)]
 
 
 def _is_same(one: Past, other: Past, is_trainer: bool) -> bool:
-    """A trainer's errors are the same when code, step and words are, whatever numbers stand in the words (addresses,
-    process ids). A program has no steps: its numbers tell how far it came, so code and last log line must be equal to
-    the letter, and a program that says nothing may fail with the same code as often as it is allowed to."""
+    """Whether two failures are the same. Trainer: same code, step and message, ignoring numbers in the message.
+    Program: same code and the identical last log line, because its numbers show its progress; without output two
+    failures never count as the same."""
     if one.code != other.code:
         return False
     if is_trainer:

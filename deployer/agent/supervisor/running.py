@@ -1,4 +1,4 @@
-"""The processes of an attempt: what was started for each group, how it ended, and the ranks that have begun.
+"""The processes of an attempt: those of each group, how they ended, and the ranks that have started.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -17,15 +17,15 @@ from ..logs.times import sizes_of
 from .children import Children
 
 LAUNCHER_LOG_BYTES = 1 << 16
-"""Of its end, where torchrun sums up."""
+"""How much of its end is read, which has torchrun's summary."""
 
 
 class Running:
-    """An attempt's processes, each group's main one among them, and what their records say."""
+    """An attempt's processes, including each group's main process, and their records."""
 
     def __init__(self, job: Job, number: int, groups: Sequence[GroupStatus], children: Optional[Children]) -> None:
-        """`groups`: each with its main process. `children`: None when another supervisor has started them, whose
-        death may have taken a launcher along while its ranks go on."""
+        """`groups`: each with its main process. `children`: None if another supervisor has started them; its death may
+        have ended a launcher whose ranks run on."""
         self.groups = tuple(groups)
         self.mains = {group.main for group in groups if group.main is not None}
         self._job = job
@@ -34,7 +34,8 @@ class Running:
         self._read: Tuple[Sequence[int], List[RankRecord]] = ((), [])
 
     def has_ended(self, *, all_roles: bool = False) -> bool:
-        """Whether the main role's groups have ended: the attempt has, then. `all_roles`: whether all have."""
+        """Whether the main role's groups, and therefore the attempt, have ended. `all_roles`: whether all groups
+        have."""
         names = [group.name for group in self.groups]
         names = names if all_roles else of_main_role(names)
         if not all(self._main_has_ended(group) for group in self.groups if group.name in names):
@@ -45,28 +46,28 @@ class Running:
         return not any(map(is_running, known)) or not known & set(self.leftovers())
 
     def has_failed(self) -> bool:
-        """Whether a rank has failed, or what was started for a group."""
+        """Whether a rank or a group's main process has failed."""
         return any(rank.code for rank in self.ranks()) or any(map(self._code, self.groups))
 
     def unready(self, *, by_processes: bool = False) -> Set[str]:
-        """The groups that do not yet count as running, by their records; `by_processes`: nor by what is seen of
-        them."""
+        """The groups that do not count as running yet according to their records; `by_processes`: nor according to
+        their visible processes."""
         begun = {group.folder: self._begun(group, by_processes=by_processes) for group in self.groups}
         return {group.folder for group in self.groups if not group.is_ready(begun[group.folder])}
 
     def ranks(self) -> List[RankRecord]:
-        """The records, read again only when a folder has changed (or just has: its time is coarse)."""
+        """The records; read again only if a folder has changed (or very recently: its time is coarse)."""
         changed_ns = [_changed_ns(self._job.ranks(self._number, group.folder)) for group in self.groups]
         if tuple(changed_ns) != self._read[0] or time.time_ns() - max(changed_ns) < 2_000_000_000:
             self._read = (tuple(changed_ns), read_ranks(self._job, self._number))
         return self._read[1]
 
     def leftovers(self) -> List[Process]:
-        """All that runs of the job, whoever started it."""
+        """All running processes of the job, including those that another supervisor started."""
         return leftovers(self._job)
 
     def ends(self) -> List[GroupEnd]:
-        """What the records do not tell of how the groups have ended."""
+        """The facts about the groups' ends that are not in the records."""
         return [
             GroupEnd(
                 max(1, group.nproc),
@@ -80,7 +81,7 @@ class Running:
         ]
 
     def _spoken(self, group: GroupStatus) -> str:
-        """A log of the group that has a byte; the launcher's first."""
+        """A log of the group that is not empty; first the launcher's."""
         sizes = sizes_of(self._job.logs(self._number, group.folder))
         names = [LAUNCHER_LOG, *(name for name in sizes if rank_of(name, ".log") is not None)]
         return next((name for name in names if sizes.get(name)), "")

@@ -1,4 +1,4 @@
-"""An attempt that makes no progress: noticed, and described before it is ended.
+"""Detects an attempt without progress, and describes it before it is ended.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from ..by_itself.idle import IdleGpus
 
 STALL_CODE = 124
-"""Of a stalled attempt, as `timeout` ends."""
+"""The exit code of a stalled attempt, as in `timeout`."""
 STALL_GRACE_S = 5.0
-"""What a stalled attempt gets after TERM before it is killed."""
+"""Seconds between TERM and KILL for a stalled attempt."""
 
 
 class StallWatch:
-    """Looks whether anything that counts as progress has changed within `timeout_s`."""
+    """Checks whether a value that shows progress has changed within `timeout_s`."""
 
     def __init__(self, look: Callable[[], Any], timeout_s: float, *, now: Callable[[], float] = time.monotonic) -> None:
         self._look = look
@@ -37,7 +37,7 @@ class StallWatch:
         self._changed = self._looked = now()
 
     def is_stalled(self) -> bool:
-        """Cheap enough to ask at every turn: it looks once a second at most."""
+        """Whether it has not changed. Call it often: it reads the value at most once a second."""
         now = self._now()
         if now < self._looked + self._every_s:
             return False
@@ -49,11 +49,11 @@ class StallWatch:
 
 
 class Stall:
-    """What is known of one attempt's stall: its `ending` once one was found, the `request` to stop it, and what the
-    `ranks` did then."""
+    """One attempt's stall: its `ending` once it is found, the `request` to stop it, and what the `ranks` did at that
+    time."""
 
     def __init__(self, job: Job, attempt: int, plan: Plan, running: Running, idle: "Optional[IdleGpus]" = None) -> None:
-        """`idle`: watches the use of its GPUs."""
+        """`idle`: watches the utilization of its GPUs."""
         self.ending: Optional[Ending] = None
         self.event: "Name" = "stall"
         self.request: Optional[StopRequest] = None
@@ -67,7 +67,7 @@ class Stall:
         self._idle = idle
 
     def find(self) -> bool:
-        """Whether the attempt has stalled, told once. Never before all its groups count as running."""
+        """Whether the attempt has stalled; True only once, and never before all its groups count as running."""
         if self.ending is not None:
             return False
         self.ending = self._no_progress() or self._no_use()
@@ -97,7 +97,7 @@ class Stall:
         return idle_ending(self._idle.labels, self._idle.timeout_s)
 
     def _mark(self) -> Any:
-        """Changes with the job's progress, and all the time before it runs."""
+        """A value that changes with the job's progress, and constantly before it runs."""
         if self._running.unready():
             return time.monotonic()
         if self._is_trainer:
@@ -123,7 +123,7 @@ def idle_ending(labels: Sequence[str], timeout_s: float) -> Ending:
 
 
 def describe_ranks(job: Job, attempt: int, ranks: Sequence[RankRecord]) -> Tuple[StalledRank, ...]:
-    """Which ranks still ran, and what each said last."""
+    """Which ranks still ran, and the last log line of each."""
     return tuple(
         StalledRank(
             rank.rank,
@@ -137,7 +137,7 @@ def describe_ranks(job: Job, attempt: int, ranks: Sequence[RankRecord]) -> Tuple
 
 
 def duration(seconds: float) -> str:
-    """`1h30m`, `10m`, `45s`, `2.5s`, as it is given to --max-runtime."""
+    """A duration as in --max-runtime: `1h30m`, `10m`, `45s`, `2.5s`."""
     text, rest = "", float(seconds)
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if rest >= length:

@@ -1,4 +1,4 @@
-"""The supervisor's process: one per job, in its own session, depending on nobody; `life` is what it does.
+"""The supervisor's process: one per job, in its own session, independent of other processes; `life` is its work.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -23,30 +23,30 @@ from ..job.record import known_plan
 from ..job.status import read_status
 
 START_S = 30.0
-"""How long a new supervisor may take to say who it is."""
+"""Seconds in which a new supervisor must write its identity."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class LaunchInput(NamedTuple):
-    """What a supervisor is given: through a pipe and nowhere else, for there are secrets in it."""
+    """A supervisor's input, sent only through a pipe, because it contains secrets."""
 
     plan: Plan
     attempt: int
     env: Dict[str, str] = {}
     secrets: Dict[str, str] = {}
     base_env: Dict[str, str] = {}
-    """The session's."""
+    """The session's environment."""
     wheels: Optional[str] = None
-    """The folder of those that travelled along."""
+    """The folder of wheels that were sent."""
     held: Optional[Handed] = None
-    """Its GPUs, or a place in their queue."""
+    """The job's GPUs, or a place in their queue."""
     after: Tuple[str, ...] = ()
-    """Ids of the jobs that have to succeed first; it has no GPUs before."""
+    """IDs of the jobs that must succeed first; the job has no GPUs before."""
     notify: Tuple[str, ...] = ()
-    """URLs that are told of it."""
+    """The --notify URLs."""
     adopt: bool = False
-    """The job runs already, and its supervisor was killed."""
+    """The job already runs, and its supervisor was killed."""
 
 
 MAX_INPUT = 64 << 20
@@ -56,13 +56,14 @@ MAX_INPUT = 64 << 20
 
 
 class Starting:
-    """A supervisor's process that loads itself while the job's folder is still being made. `go` gives it the job.
+    """A supervisor's process that loads its modules while the job's folder is still being created. `go` gives it the
+    job.
 
-    As a context: one that was given no job by the end of it is let go, and ends without a word.
+    As a context manager: if it got no job by the end, it ends without output.
     """
 
     def __init__(self, job: Job, *, held_fd: int = -1) -> None:
-        """held_fd: the descriptor that holds the job's GPUs."""
+        """`held_fd`: the descriptor that holds the job's GPUs."""
         self._job = job
         os.makedirs(job.control, mode=0o700, exist_ok=True)
         options = ["-B"] if sys.dont_write_bytecode else []
@@ -83,8 +84,8 @@ class Starting:
         self._pipe = self._process.stdin
 
     def go(self, launch_input: LaunchInput) -> None:
-        """Comes back once it has said in status.json who it is. AgentError when it does not start; the supervisor's own
-        words are in control/supervisor.log."""
+        """Sends the supervisor its input and waits until status.json names the supervisor. Raises AgentError if it does
+        not start; its messages are in control/supervisor.log."""
         try:
             with self._pipe:
                 self._pipe.write(json.dumps(to_json(launch_input)).encode("ascii"))
@@ -106,8 +107,8 @@ def spawn(job: Job, launch_input: LaunchInput) -> None:
 
 
 def adopt(job: Job, *, attempt: int = 1) -> None:
-    """Gives a job whose supervisor was killed a new one, which watches what still runs and can stop it. `attempt`: by
-    the marks of what runs, for a job whose status does not tell."""
+    """Gives a job whose supervisor was killed a new one, which watches its running processes and can stop them.
+    `attempt`: from the marks of these processes, if the job's status has none."""
     spawn(job, LaunchInput(known_plan(job) or unreadable_plan(job.id), attempt, adopt=True))
 
 
@@ -136,7 +137,8 @@ def _last_words(job: Job) -> str:
 
 
 def main(job_dir: str) -> None:
-    """Body of the supervisor's process: reads the launch input from stdin, ends when the job has ended."""
+    """The main function of the supervisor's process: reads the launch input from stdin, and ends when the job has
+    ended."""
     import ctypes  # the agent itself needs neither these nor the next ones
 
     from .children import AWAITED
@@ -165,8 +167,8 @@ def main(job_dir: str) -> None:
 
 
 def has_begun(job: Job, attempt: int) -> bool:
-    """Whether a supervisor has owned this attempt: the status says so or, where somebody has taken that away, the logs.
-    One that was halted before it began may come to when another has had the job."""
+    """Whether a supervisor has owned this attempt, according to the status or, if that was removed, the logs. Needed
+    because a supervisor that was halted before it began can continue after another one has run the job."""
     if os.path.isdir(job.logs(attempt)) or (attempt == 1 and os.path.exists(job.status)):
         return True
     status = read_status(job)
@@ -174,7 +176,7 @@ def has_begun(job: Job, attempt: int) -> bool:
 
 
 def _only_supervisor(job: Job) -> int:
-    """Holds the job for this process's life. Ends it when another supervisor does."""
+    """Holds the supervisor's lock while this process lives. Ends the process if another supervisor holds it."""
     lock = os.open(os.path.join(job.control, "supervisor.lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         alone = take_lock(lock)

@@ -1,4 +1,4 @@
-"""A job's status.json as its supervisor keeps it, and the supervisor's own log.
+"""A job's status.json, written by its supervisor, and the supervisor's own log.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -12,14 +12,14 @@ from ..host.layout import Job
 from ..job.status import Status, with_group, write_status
 
 RESERVE_BYTES = 64 << 10
-"""Held on the disk for the final status: the job's own output may have filled it."""
+"""Space that is reserved on the disk for the final status: the job's own output may fill the disk."""
 LAST_TRIES = 60
-"""One a second, when even then there is no room for the final status."""
+"""How often the final status is tried again, once a second, if there is still no space for it."""
 
 
 class StatusFile:
-    """The job's status as its supervisor keeps it: written again when a full disk refused it or somebody else has
-    changed it, with room held for the last word. `now` is what it says, `unsaved` whether the file lags behind."""
+    """The supervisor's status of the job. It is written again after a full disk, or if another process has changed the
+    file. Space is reserved for the final status. `now`: the current values; `unsaved`: whether the file is older."""
 
     def __init__(self, job: Job, now: Status) -> None:
         self.now = now._replace(job=job.id)
@@ -28,7 +28,7 @@ class StatusFile:
         self._written = self._look()
 
     def note(self, **changes: Any) -> None:
-        """Keeps the values for the next `save`."""
+        """Sets values for the next `save`."""
         self.now = self.now._replace(**changes)
 
     def note_group(self, folder: str, **changes: Any) -> None:
@@ -36,7 +36,7 @@ class StatusFile:
         self.now = with_group(self.now, folder, **changes)
 
     def save(self, **changes: Any) -> None:
-        """A full disk must not end the job: `keep` and `save_last` try again."""
+        """Writes the status. Ignores a full disk, which must not end the job: `keep` and `save_last` try again."""
         self.note(**changes)
         try:
             write_status(self.job, self.now)
@@ -49,7 +49,7 @@ class StatusFile:
         self._written = self._look()
 
     def keep(self) -> None:
-        """Writes what could not be written before, and what is no longer there as it was written."""
+        """Writes the status again if the last write failed or the file was changed."""
         if self.unsaved or self._look() != self._written:
             self.save()
 
@@ -61,7 +61,7 @@ class StatusFile:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def reserve(self) -> None:
-        """Keeps room on the disk for the last word."""
+        """Reserves space on the disk for the final status."""
         try:
             with open(self.job.reserve, "wb") as f:
                 f.write(os.urandom(RESERVE_BYTES))
@@ -69,7 +69,7 @@ class StatusFile:
             pass  # then the final status waits for room
 
     def save_last(self) -> None:
-        """The last word, in the room that was kept for it."""
+        """Writes the final status into the reserved space."""
         remove(self.job.reserve)
         self.save()
         for _ in range(LAST_TRIES):
@@ -80,7 +80,7 @@ class StatusFile:
 
 
 def say(text: str) -> None:
-    """Into the supervisor's log; a full disk must not end the supervisor."""
+    """Writes to the supervisor's log; a full disk must not end the supervisor."""
     try:
         os.write(2, (text + "\n").encode("utf-8", "replace"))
     except OSError:

@@ -1,7 +1,7 @@
-"""The stages of a stop: flag or TERM for the ranks, the grace, TERM for torchrun, KILL for all.
+"""The stages of a stop: the stop file or TERM for the ranks, the grace period, TERM for torchrun, KILL for all.
 
-torchrun hears nothing before the grace is over: it kills its ranks 30 s after its own TERM, however long they save.
-Stdlib only, Python 3.8, Linux.
+torchrun gets no signal before the grace period is over: it kills its ranks 30 s after its own TERM, however long they
+save. Stdlib only, Python 3.8, Linux.
 """
 
 import signal
@@ -16,22 +16,22 @@ from ..job.stop import StopRequest
 from .running import Running
 
 LAUNCHER_S = 10.0
-"""How long torchrun may take to end after its TERM, and everything again after KILL."""
+"""Seconds for torchrun to end after its TERM, and for all processes after KILL."""
 
 
 class Stopping:
-    """One stop under way. `phase`: stopping (the grace), ending (each torchrun was told), killing, given up."""
+    """One running stop. `phase`: stopping (the grace period), ending (each torchrun got TERM), killing, given up."""
 
     def __init__(self, running: Running, *, subreaper: Subreaper, flagged: bool) -> None:
-        """`flagged`: the ranks poll the stop flag themselves; others get TERM."""
+        """`flagged`: the ranks poll the stop file themselves; others get TERM."""
         self.phase = "stopping"
         self._running = running
         self._subreaper = subreaper
         self._flagged = flagged
-        # not all its ranks had started, so there is nothing to save and its torchrun is told at once
+        # not all ranks of these groups had started, so there is nothing to save and their torchrun gets TERM at once
         self._early = running.unready(by_processes=True)
         self.seen: Set[Process] = set()
-        """The job's processes, as they were found at each phase's beginning."""
+        """The job's processes that were found at the beginning of each phase."""
         self._told: Set[Process] = set()
         self._ended: Set[str] = set()  # the groups whose torchrun was told
         self._believed: Dict[str, int] = {}  # of a group: records that name processes of the job
@@ -44,7 +44,7 @@ class Stopping:
         return max(0.0, self._deadline - time.monotonic())
 
     def advance(self, request: StopRequest) -> str:
-        """Does what is due now and returns the phase; called again and again until the job has ended."""
+        """Does the next step and returns the phase. Call it again until the job has ended."""
         if request != self._request:
             if self._request is None:
                 self.seen.update(self._running.leftovers())
@@ -64,7 +64,7 @@ class Stopping:
         return self.phase
 
     def _end_groups(self) -> None:
-        """TERM for the torchrun of each group that is early, or whose grace is over."""
+        """Sends TERM to the torchrun of each group that is early, or whose grace period is over."""
         is_over = self.left_s() == 0
         for group in self._running.groups:
             if (is_over or group.folder in self._early) and group.folder not in self._ended:
@@ -80,7 +80,8 @@ class Stopping:
         self.seen.update(self._running.leftovers())
 
     def _tell_ranks(self) -> None:
-        """TERM for ranks that poll no flag; one that was halted goes on, or it could neither poll nor save."""
+        """Sends TERM to ranks that do not poll the stop file; continues a halted rank, which could neither poll nor
+        save."""
         if self._request is None or self._request.force:
             return
         ranks = self._running.ranks()
@@ -97,12 +98,12 @@ class Stopping:
             self._tell_unrecorded(group, ranks_of(ranks, [group.name]), ours)
 
     def _is_told(self, group: GroupStatus) -> bool:
-        """Whether all of a group's ranks have been told, or need not be."""
+        """Whether all ranks of a group got the signal, or need none."""
         by_records = self._believed.get(group.folder, 0) >= group.nproc
         return group.folder in self._early or by_records or group.main in self._told
 
     def _tell_unrecorded(self, group: GroupStatus, ranks: Sequence[RankRecord], ours: Set[Process]) -> None:
-        """The ranks that have left no record, through their wrappers: the launcher's children, which hand it on."""
+        """Signals ranks without a record through their wrappers: the launcher's children, which pass the signal on."""
         believed = [rank for rank in ranks if rank.code is not None or rank.program in ours]
         self._believed[group.folder] = len(believed)
         if len(believed) >= group.nproc or group.main is None:
@@ -128,7 +129,7 @@ def _term(process: Process) -> None:
 
 
 def kill_ranks(running: Running) -> None:
-    """The programs, each with its process group; their wrappers stay and record it."""
+    """Kills the programs, each with its process group; their wrappers stay and record the end."""
     programs = {rank.program for rank in running.ranks() if rank.code is None}
     for process in programs & set(running.leftovers()) if programs else ():
         send(process, signal.SIGKILL, group=True)

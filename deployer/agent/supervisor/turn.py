@@ -1,4 +1,4 @@
-"""A supervisor's turns of waiting, whatever it does meanwhile: prepare, watch, wait for GPUs or for the next attempt.
+"""The supervisor's wait loop, in every phase: preparing, watching, waiting for GPUs or for the next attempt.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from ..job.ending import Ending
 
 Hook = Callable[[], None]
-"""What is looked after between two turns: called every POLL_S or sooner, quick, and does no more than is due."""
+"""Work between two waits: called every POLL_S or sooner; must be quick and do only what is needed now."""
 
 
 class Tell(Protocol):
-    """Tells whom --notify names, if anybody, of an event, and how it ended. It waits for nothing."""
+    """Sends an event to the `--notify` URLs, if there are any. Does not block."""
 
     def __call__(self, name: "Name", ending: "Optional[Ending]" = None) -> None: ...
 
 
 class Stopped(Exception):
-    """The job was asked to stop before it had started."""
+    """A stop was requested before the job had started."""
 
 
 class Turn:
-    """At each turn children are reaped, a TERM to the supervisor asks its job to stop, and the status stays as it was
-    written."""
+    """The supervisor's wait loop. Each `wait` reaps children, turns a SIGTERM into a stop request, rewrites a lost or
+    changed status and runs the hooks."""
 
     def __init__(self, status: StatusFile) -> None:
         self.job = status.job
@@ -40,7 +40,7 @@ class Turn:
         self.hooks: List[Hook] = []
         self.tell: Optional[Tell] = None
         self.apart: Set[Process] = set()
-        """Children of the supervisor that are none of the job's."""
+        """Children of the supervisor that do not belong to the job."""
 
     def wait(self) -> None:
         if self.children.wait():
@@ -56,6 +56,6 @@ class Turn:
             say("cannot write %s: %s" % (self.job.stop, error.strerror))
 
     def check(self) -> None:
-        """Stopped once a stop was asked for."""
+        """Raises Stopped if a stop was requested."""
         if self.asked.read() is not None:
             raise Stopped

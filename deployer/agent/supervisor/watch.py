@@ -1,4 +1,4 @@
-"""What is looked after while an attempt runs: its stop, a stall, what a failure does to the others, memory, logs.
+"""Watches a running attempt: its stop, a stall, the effect of a failure on other ranks, memory, logs.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 Places = Callable[[], Dict[str, str]]
 SIBLINGS_S = 5.0
-"""After a trainer's first failure, in whichever group, all other ranks get so long before they are killed."""
+"""Seconds between a trainer's first failure, in whichever group, and the kill of all other ranks."""
 
 
 class Watch:
-    """One attempt from its start to its end. `stop` is the stop under way, `stall` what is known of one."""
+    """Watches one attempt from its start to its end. `stop`: the running stop; `stall`: the stall, if there is one."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Watch:
         where: Places,
         idle: "Optional[IdleGpus]" = None,
     ) -> None:
-        """`where`: the file systems that it uses, see vitals.places. `idle`: watches the use of its GPUs."""
+        """`where`: the file systems that it uses, see vitals.places. `idle`: watches the utilization of its GPUs."""
         self.stop: Optional[Stopping] = None
         self.stall = Stall(turn.job, number, plan, running, idle)
         self._turn = turn
@@ -54,7 +54,7 @@ class Watch:
         self._has_begun = False
 
     def to_the_end(self) -> Evidence:
-        """Comes back when the attempt has ended, or cannot be ended, with all that tells how."""
+        """Returns when the attempt has ended, or cannot be ended, with all facts about how it ended."""
         while not self._running.has_ended(all_roles=self.stop is not None):
             for hook in self._hooks:
                 hook()
@@ -76,13 +76,14 @@ class Watch:
         )
 
     def host_at_start(self) -> "VitalWatch":
-        """The host's vitals since the start."""
+        """The host's resources since the start."""
         self._host.look()
         assert self._host.vitals is not None
         return self._host.vitals
 
     def _tell_start(self, *, any_rank: bool = False) -> None:
-        """Once its ranks have begun; of one that was over sooner than anybody looked, once `any_rank` has."""
+        """Sends the event `start` once all ranks have started; with `any_rank`, if any rank has, for an attempt that
+        ended sooner."""
         if not self._has_begun and self._turn.tell is not None and (any_rank or not self._running.unready()):
             self._has_begun = True
             self._turn.tell("start")
@@ -94,7 +95,8 @@ class Watch:
                 self._turn.tell(self.stall.event, self.stall.ending)
 
     def _drive_stop(self) -> None:
-        """For whoever asks, or to end what has stalled; of that the ranks see no flag, for the job may restart."""
+        """Carries out a requested stop, or ends a stalled attempt. For a stall there is no stop file, because the job
+        may restart."""
         request = self._turn.asked.read() or self.stall.request
         if request is None:
             return
@@ -116,7 +118,7 @@ class Watch:
 
 
 class _HostWatch:
-    """What the host is like meanwhile, and whether the kernel has killed for lack of memory."""
+    """The host's resources during the attempt, and whether the kernel has killed a process for lack of memory."""
 
     def __init__(self, running: Running, where: Places, *, has_gpus: bool) -> None:
         self.vitals: "Optional[VitalWatch]" = None
@@ -139,7 +141,7 @@ class _HostWatch:
         return Memory(oom.REASON, oom.HINT) if oom is not None and oom.has_killed() else None
 
     def _load_the_rest(self) -> "Tuple[OomWatch, VitalWatch]":
-        """What only an end needs: the job has been started by now, and our own files may be gone by then."""
+        """Loads what only the attempt's end needs: the job has already started, and our own files may be gone later."""
         from ..host.cgroups import OomWatch
         from ..job.vitals import VitalWatch
         from . import restarts  # noqa: F401
@@ -149,7 +151,7 @@ class _HostWatch:
         return OomWatch(), VitalWatch(self._where())
 
     def _load_what_tells_of_a_death(self) -> None:
-        """Later than the rest: it takes longer, and the job is only starting."""
+        """Loads the analysis of failures, later than the rest: it takes longer, and the job is only starting."""
         from ..job import death  # noqa: F401
 
         if self._has_gpus:
@@ -157,7 +159,7 @@ class _HostWatch:
 
 
 class _Logs:
-    """Every folder of logs of an attempt, with a warning in the status where a limit cannot be kept."""
+    """Maintains every log folder of an attempt; writes a warning into the status if a limit cannot be kept."""
 
     def __init__(self, turn: Turn, plan: Plan, number: int, groups: Sequence[GroupStatus]) -> None:
         folders = {"", *(group.folder for group in groups)}  # the preparation has none

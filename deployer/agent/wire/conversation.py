@@ -1,6 +1,7 @@
-"""One conversation over a pair of byte streams, agent side: reads frames in its own thread, hands requests out.
+"""The agent's side of one conversation over a pair of byte streams: reads frames in a separate thread and starts the
+requests.
 
-A request opens a stream named by its `id`; frames of that id then flow both ways until the final `ok` or `error`.
+A request opens a stream named by its `id`; frames with this ID then flow both ways until the final `ok` or `error`.
 Bodies count against the stream's window, and each side grants what it has consumed, so no stream can fill the pipe.
 
 Stdlib only, Python 3.8: this package runs on the host.
@@ -20,18 +21,18 @@ from . import frames
 from .frames import Control, Frame, ProtocolError, Window
 
 IDLE_S = 50.0
-"""The agent ends this long after the last frame from the client (which pings every few seconds); with END_S below, a
-client that vanished without a word has left nothing behind after a minute."""
+"""Seconds after the client's last frame until the agent ends (the client pings every few seconds). With END_S below, a
+client that disappeared has left nothing behind after a minute."""
 SEND_TIMEOUT_S = 60.0
 MAX_CALLS = 32
 END_S = 5.0
-"""Once the client is gone, its requests get so long to take back what they had begun."""
+"""Seconds for requests to undo what they had begun, once the client is gone."""
 
 MAX_PAYLOAD = 64 << 20
 T = TypeVar("T")
 
 Handler = Callable[["Call"], Optional[Mapping[str, Any]]]
-"""Answers a request: with events and data, and at its end with what it returns."""
+"""Answers a request: with events and data, and at its end with its return value."""
 
 
 class Sender:
@@ -47,7 +48,8 @@ class Sender:
         self.write(frames.encode(head, body))
 
     def write(self, data: bytes) -> None:
-        """ProtocolError or OSError when it could not be written, and ever after: a part of it may have been."""
+        """Writes data. Raises ProtocolError or OSError if that fails, and each time after that: a part of it may have
+        been written."""
         deadline = time.monotonic() + SEND_TIMEOUT_S
         with self._lock:
             if self._is_cut:
@@ -67,7 +69,7 @@ class Sender:
 
 
 class Call:
-    """One request of the client and its stream. The final answer is small: what may be large goes by `send_event`."""
+    """One request of the client and its stream. The final answer must be small; use `send_event` for a large one."""
 
     def __init__(self, head: Dict[str, Any], sender: Sender) -> None:
         self.id, self.op, self._has_payload = _control(head)
@@ -95,7 +97,7 @@ class Call:
         self._inbox.put(None)
 
     def receive(self) -> Iterator[Frame]:
-        """Frames of this stream up to the client's `end`; grants their bodies as the caller comes back for more."""
+        """Frames of this stream up to the client's `end`; grants each body when the caller takes the next frame."""
         while True:
             frame = self._inbox.get()
             if frame is None:
@@ -107,8 +109,8 @@ class Call:
                 self._sender.send({"id": self.id, "grant": len(frame.body)})
 
     def read(self, kind: Type[T]) -> T:
-        """The request's parameters, those that follow as payload (environment values, secrets) included. AgentError
-        for what are none of this type."""
+        """The request's parameters, including those that follow as payload (environment values, secrets). Raises
+        AgentError if the parameters do not have this type."""
         try:
             asked = self._head
             if self._has_payload:
@@ -121,8 +123,8 @@ class Call:
     # --- to the client -------------------------------------------------------------------------------------------
 
     def send_data(self, data: bytes, *, within_s: Optional[float] = SEND_TIMEOUT_S, **head: Any) -> None:
-        """Sends bytes of any number, in frames that the window allows. `within_s`: a client that takes nothing for so
-        long is gone; None: as long as it is connected it may."""
+        """Sends any number of bytes, in frames that the window allows. `within_s`: a client that takes nothing for this
+        long counts as gone; None: wait as long as it is connected."""
         for start in range(0, len(data), frames.MAX_BODY):
             part = data[start : start + frames.MAX_BODY]
             at = {"offset": head["offset"] + start} if "offset" in head else {}
@@ -130,7 +132,7 @@ class Call:
             self._sender.send({**head, **at, "id": self.id, "data": True}, part)
 
     def send_event(self, name: str, payload: Any = None) -> None:
-        """An event with a JSON value of any size: its bytes as data frames tagged `json`, then the name."""
+        """Sends an event with a JSON value of any size: its bytes as data frames tagged `json`, then the name."""
         text = json.dumps(payload, separators=(",", ":")).encode("ascii")
         if len(text) < 8192:
             self._sender.send({"id": self.id, "event": name, "value": payload})
@@ -140,7 +142,7 @@ class Call:
 
 
 def _control(head: Dict[str, Any]) -> Tuple[int, str, bool]:
-    """Of a request: its stream, its name, and whether parameters follow. ProtocolError."""
+    """A request's stream, its name, and whether parameters follow. Raises ProtocolError."""
     try:
         control = from_json(head, Control)
     except Damage as damage:
@@ -149,7 +151,7 @@ def _control(head: Dict[str, Any]) -> Tuple[int, str, bool]:
 
 
 class Conversation:
-    """Reads requests until the client is gone, each handled in its own thread."""
+    """Reads requests until the client is gone, and handles each in a separate thread."""
 
     def __init__(self, stdin: BinaryIO, sender: Sender, handlers: Dict[str, Handler]) -> None:
         self._stdin = stdin
@@ -161,7 +163,7 @@ class Conversation:
         self.ended = threading.Event()  # the client is gone
 
     def run(self, first: Optional[Dict[str, Any]]) -> None:
-        """Returns when the client has closed its end, or has been silent for IDLE_S."""
+        """Returns when the client has closed its end, or has sent nothing for IDLE_S."""
         if first is not None:
             self._start(first)  # before the reader: what it reads may belong to this call
         threading.Thread(target=self._read, name="reader", daemon=True).start()
@@ -238,7 +240,7 @@ class Conversation:
 
 
 def _error(kind: str, message: str, hint: str) -> Dict[str, str]:
-    # a frame must hold it, at up to 12 bytes a character; of a long trace the end tells
+    # it must fit into a frame, at up to 12 bytes a character; of a long trace the end is most useful
     return {"kind": kind, "message": message[-4000:], "hint": hint[:500]}
 
 

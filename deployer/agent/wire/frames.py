@@ -1,8 +1,8 @@
-"""The language between client and agent: length-prefixed frames, a JSON head and a binary body each.
+"""The protocol between client and agent: length-prefixed frames, each with a JSON head and a binary body.
 
-A frame is two unsigned 32-bit big-endian lengths (head, body), the head as JSON object, then the body; at most 64 KiB
-in all. Whatever precedes the nonce that the client chose is login noise. Both ends read in their own thread, so
-that no end ever writes while the other one waits to be read.
+A frame is two unsigned 32-bit big-endian lengths (head, body), the head as a JSON object, then the body; at most 64 KiB
+in all. Bytes before the nonce that the client chose are login noise. Both sides read in a separate thread, so that no
+side writes while the other one cannot read.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -19,13 +19,13 @@ MAX_BODY = 48 * 1024
 MAX_NOISE = 256 * 1024
 """Bytes that a login shell may print before the nonce."""
 WINDOW = 4 << 20
-"""Bytes of a stream that may be under way without an answer: the receiver grants what it has consumed."""
+"""Bytes of a stream that may be sent without an answer: the receiver grants what it has consumed."""
 
 _LENGTHS = struct.Struct(">II")
 
 
 class ProtocolError(Exception):
-    """The other side does not speak this language (any more)."""
+    """The other side sent bytes that are not a valid frame, or broke the rules of the protocol."""
 
 
 class CutError(ProtocolError):
@@ -33,19 +33,19 @@ class CutError(ProtocolError):
 
 
 class Control(NamedTuple):
-    """What heads say to the two ends themselves, whatever the request is."""
+    """The fields of heads that control the conversation, whatever the request is."""
 
     id: Optional[int] = None
-    """Of the stream."""
+    """The stream's number."""
     op: Optional[str] = None
     """The head is a request with its own parameters."""
     payload: bool = False
     """Further parameters follow in the stream."""
     end: bool = False
-    """Of what the client sends."""
+    """The end of what the client sends."""
     cancel: bool = False
     grant: Optional[int] = None
-    """Bytes of the stream that may be sent beyond those of before."""
+    """Bytes of the stream that may be sent in addition to earlier grants."""
     ping: Optional[int] = None
     pong: Optional[int] = None
     event: Optional[str] = None
@@ -63,7 +63,7 @@ class Frame(NamedTuple):
 
 
 def encode(head: Dict[str, Any], body: bytes = b"") -> bytes:
-    """The bytes of a frame. ValueError when head and body exceed MAX_FRAME."""
+    """The bytes of a frame. Raises ValueError if head and body exceed MAX_FRAME."""
     text = json.dumps(head, separators=(",", ":")).encode("ascii")
     if len(text) + len(body) > MAX_FRAME:
         raise ValueError("a frame of %d bytes exceeds %d" % (len(text) + len(body), MAX_FRAME))
@@ -71,7 +71,8 @@ def encode(head: Dict[str, Any], body: bytes = b"") -> bytes:
 
 
 def read_frame(stream: BinaryIO) -> Optional[Frame]:
-    """The next frame; None at a clean end. ProtocolError inside a frame or for a length beyond MAX_FRAME."""
+    """The next frame; None at the end of the stream. Raises ProtocolError if the stream ends inside a frame, or a
+    length exceeds MAX_FRAME."""
     lengths = _read_exactly(stream, _LENGTHS.size)
     if not lengths:
         return None
@@ -104,7 +105,7 @@ def _read_exactly(stream: BinaryIO, size: int) -> bytes:
 
 
 class Window:
-    """How many bytes of one stream its sender may still send; `take` waits for the receiver's grants."""
+    """The number of bytes of one stream that its sender may still send; `take` waits for the receiver's grants."""
 
     def __init__(self, size: int = WINDOW) -> None:
         self._free = size
@@ -112,8 +113,8 @@ class Window:
         self._changed = threading.Condition()
 
     def take(self, size: int, *, timeout_s: Optional[float]) -> None:
-        """Waits until `size` bytes may be sent. ProtocolError when no grant comes in time (None: there is no hurry) or
-        the stream was closed."""
+        """Waits until `size` bytes may be sent. Raises ProtocolError if no grant arrives within `timeout_s` (None: no
+        limit) or the stream was closed."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._free >= size or self._closed, timeout_s):
                 raise ProtocolError("the other side took no data for %g s" % (timeout_s or 0))

@@ -20,8 +20,8 @@ WORD = "_TORCHFERRY_WORD"
 def completion(shell: str) -> None:
     """Print the script that completes this command in your shell.
 
-    It completes commands, options, IDs of jobs, hosts, config files and keys, for torchferry and for ./deploy.py. No
-    host is asked. Run the line for your shell once, and open a new shell.
+    It completes commands, options, IDs of jobs, hosts, config files and keys. It also does so for ./deploy.py, the same
+    program in a checkout. No host is asked. Run the example for your shell once, then open a new shell.
 
     The script contains the path of this installation. Print it again when that path has changed.
 

@@ -40,14 +40,14 @@ BARE = click.option("--bare", is_flag=True, help="Run without the job's environm
 @BARE
 @JSON
 def execute(job_id: str | None, words: tuple[str, ...], bare: bool, as_json: bool, **place: Any) -> None:
-    """Run a command on a job's host, in the job's code folder.
+    """Run a command on a job's host, in the job's copy of the project.
 
     The command has the job's environment: its interpreter as `python`, its GPUs, its --env values and
     $TORCHFERRY_RUN_DIR, the run folder. The job's secrets are stored nowhere: they come from this shell if it has them.
     The command is not part of the job, so `stop` does not end it.
 
     With --ssh and no ID, the command runs in the home folder on that host. With neither, it runs beside the newest job
-    launched from this client.
+    launched from this machine.
 
     \b
     Examples:
@@ -70,10 +70,10 @@ def execute(job_id: str | None, words: tuple[str, ...], bare: bool, as_json: boo
 @at_a_place
 @BARE
 def shell(job_id: str | None, bare: bool, **place: Any) -> None:
-    """Open a shell on a job's host, in the job's code folder.
+    """Open a shell on a job's host, in the job's copy of the project.
 
     The shell has the job's environment, as with `exec`. With --ssh and no ID, it opens in the home folder on that host.
-    With neither, it opens beside the newest job launched from this client.
+    With neither, it opens beside the newest job launched from this machine.
 
     \b
     Examples:
@@ -105,7 +105,7 @@ def tunnel(job_id: str, ports: str | None, give_up_s: float, as_json: bool, **pl
     """Forward a port of this machine to a job's host, until Ctrl-C.
 
     PORT 9000:8888 forwards port 9000 here to port 8888 there; 0:8888 takes any free port here. Without ID, the
-    command takes the newest job launched from this client; with --ssh it needs no job.
+    command takes the newest job launched from this machine; with --ssh it needs no job.
 
     The tunnel listens on 127.0.0.1 only and ends at 127.0.0.1 on the host. It takes many connections at once and
     reconnects when the network breaks. The SSH server need not allow port forwarding. --json prints one line with the
@@ -182,7 +182,7 @@ def gpus(as_json: bool, **place: Any) -> None:
     "--keep-jobs",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Never remove the newest N ended jobs; given alone, remove all other ended jobs.",
+    help="Keep the newest N ended jobs. Without another limit, all older ended jobs are removed.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
@@ -198,10 +198,11 @@ def gc(
 ) -> None:
     """Remove from a host what no job needs any more.
 
-    These are old files, data sets, environments, agents and leftovers. Without --ssh the command cleans this machine.
+    These are copies of files and data sets that were sent, environments that Torchferry built, earlier versions of
+    its program, caches and leftovers. Without --ssh the command cleans this machine.
 
     Ended jobs are removed only with a limit: --older-than, --max-size or --keep-jobs. Their results are lost if you did
-    not pull them. A job whose files another job needs stays.
+    not pull them. A job is kept if another job needs its files.
 
     \b
     Examples:

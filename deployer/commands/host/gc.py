@@ -68,7 +68,7 @@ def _unfetched_line(job_id: str, left: Stays, *, done: bool) -> str:
     named = ", ".join(name.removeprefix("code/") for name in left.largest)
     what = f"{least}{terminal.counted(left.files, 'file')}, {terminal.size(left.size_bytes)}: {named}"
     bring = "" if done else f"; {terminal.invoked_as()} pull {job_id} {' '.join(map(terminal.typed, left.names))}"
-    return f"never fetched of {job_id}: {what}{bring}"
+    return f"never pulled of {job_id}: {what}{bring}"
 
 
 def _age(seconds: float | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -43,28 +44,28 @@ DEFAULT_FILES = ("torchferry.yaml", "torchferry.yml")
 DRY_RUN = "Show what would run, and start nothing. =remote also asks the host."
 
 
-def with_launch(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of whatever launches a job."""
+def with_launch(command: Callable[..., Any], *, gpus: str | None = None) -> Callable[..., Any]:
+    """The options of whatever launches a job. `gpus`: see `with_keys`."""
     options = (
         SSH.option(),
         with_access,
         click.option("--fsdp-config", metavar="FILE", help="Take the FSDP options from a file of `accelerate config`."),
-        with_keys(JOB),
+        with_keys(JOB, gpus=gpus),
         click.option(
             "--include",
             multiple=True,
             metavar="PATH",
-            help="Also send this path though git ignores it, once, by its hash. Repeatable.",
+            help="Send this path even if git ignores it; an unchanged path is not sent again. Repeatable.",
         ),
         click.option(
-            "--requirements", metavar="FILE", help="Packages that the job's Python must have; none: require nothing."
+            "--requirements", metavar="FILE", help="File of packages for the job's Python; the word none: no packages."
         ),
         click.option("--wheels", metavar="DIR", help="Send the wheels in this folder, for a host without internet."),
         click.option("--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help=DRY_RUN),
         with_results,
         with_limits(),
         GIVE_UP,
-        click.option("--yes", is_flag=True, help="Send a very large tree or a home folder without asking."),
+        click.option("--yes", is_flag=True, help="Send a very large project or a home folder without asking."),
         JSON,
     )
     for option in reversed(options):
@@ -75,7 +76,7 @@ def with_launch(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(cls=WithProgram, context_settings=CONTEXT)
 @click.argument("config", required=False)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--as", "kind", metavar="KIND", help="What the file is, if its keys do not show it: config, task.")
+@click.option("--as", "kind", metavar="KIND", help="Read the file as this kind if its keys do not tell: config, task.")
 @click.option("--torchrun", is_flag=True, help="Start the program after -- under torchrun.")
 @with_launch
 def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
@@ -85,8 +86,8 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     program, the command runs torchferry.yaml of this folder. Without --ssh the job runs on this machine. Ctrl-C stops
     showing a started job; the job keeps running.
 
-    A program runs in a copy of this folder, and $TORCHFERRY_RUN_DIR names its run folder. Its metrics.jsonl and export/
-    come home, and so does what --out names. The last lines name what stays on the host.
+    A program runs in a copy of the project (the folder you are in); its run folder is $TORCHFERRY_RUN_DIR. Its
+    metrics.jsonl, its export/ and what --out names are pulled. The last lines of output name what stays on the host.
 
     \b
     Examples:
@@ -150,11 +151,11 @@ def with_config(command: Callable[..., Any]) -> Callable[..., Any]:
             "--data",
             multiple=True,
             metavar="FILE",
-            help="Training data: a file or the name of a data set. Repeatable.",
+            help="Training data: a file, a folder, or the name of a data set. Repeatable.",
         ),
         click.option("--write", "-o", metavar="FILE", help="Also write the config to this file."),
         click.option("--print", "prints", is_flag=True, help="Print the config and do nothing else."),
-        with_launch,
+        partial(with_launch, gpus="0"),
     )
     for option in reversed(options):
         command = option(command)
@@ -184,8 +185,8 @@ def sft(lora: bool, **options: Any) -> None:
 def pretrain(**options: Any) -> None:
     """Train a language model on plain text, without a config file.
 
-    Without --model it trains a small new model. As with `sft`, the config is shown and then runs, on this machine
-    unless --ssh names a host.
+    Without --model it trains a small new model. The command makes a config as `sft` does, shows it and runs it, on this
+    machine unless --ssh names a host.
 
     \b
     Examples:
@@ -242,7 +243,7 @@ def resume(job_id: str | None, overrides: tuple[str, ...], give_up_s: float, **o
 
     Use it after a failure, a stop or a reboot. The job keeps its ID and its code. The trainer continues from the
     newest complete checkpoint. Your own program starts from its beginning in the same run folder. Without ID, the
-    command takes the newest job launched from this client.
+    command takes the newest job launched from this machine.
 
     \b
     Examples:
@@ -275,23 +276,23 @@ def resume(job_id: str | None, overrides: tuple[str, ...], give_up_s: float, **o
 @click.argument("job_id", metavar="ID")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @at_a_place
-@click.option("--with-changes", is_flag=True, help="Use this folder as it is now, not the files that the job had.")
-@with_keys([row for row in JOB if row is not ROOT])
+@click.option("--with-changes", is_flag=True, help="Send the project as it is now, not the files that the job had.")
+@with_keys([row for row in JOB if row is not ROOT], gpus="those of the job")
 @click.option("--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help=DRY_RUN)
 @with_results
 @with_limits()
 @GIVE_UP
-@click.option("--yes", is_flag=True, help="With --with-changes: send a very large tree without asking.")
+@click.option("--yes", is_flag=True, help="With --with-changes: send a very large project without asking.")
 @JSON
 def repeat(job_id: str, overrides: tuple[str, ...], with_changes: bool, give_up_s: float, **options: Any) -> None:
     """Launch a job again as a new job, whatever its state.
 
     The new job has the same files, arguments and options on the same host; what you give here replaces them. Nothing is
-    sent, because the host has the files. With --with-changes it uses this folder as it is now, and --ssh may name
-    another host.
+    sent, because the host has the files. With --with-changes the project (the folder you are in) is sent as it is now,
+    and --ssh may name another host.
 
-    Secrets come from this shell, --env values from the host. Not repeated: --after, --notify, and what a later resume
-    changed (but its --env values are).
+    Secrets come from this shell, --env values from the host. Not repeated are --after, --notify, and the changes of a
+    later resume, except its --env values.
 
     \b
     Examples:
@@ -310,7 +311,7 @@ def repeat(job_id: str, overrides: tuple[str, ...], with_changes: bool, give_up_
     is_there = record is None or place["ssh"] in (None, record.ssh)
     if record is not None and not is_there:
         where = record.ssh or "this machine"
-        raise UsageError(f"the files of {record.job_id} are on {where} alone", hint="--with-changes sends this folder")
+        raise UsageError(f"the files of {record.job_id} are on {where} alone", hint="--with-changes sends the project")
     ways = {name: options.pop(name) for name in ("detach", "as_json", "notify")}
     dry_run = options.pop("dry_run")
     ways.update(pulls=not options.pop("no_pull"), pull_limit=parse_size(options.pop("pull_max")) or None)

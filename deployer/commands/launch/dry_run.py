@@ -92,7 +92,7 @@ def _lines_of(prepared: Prepared, whom: Notify, defaults: Mapping[str, str]) -> 
     if plan.policy.after:
         yield f"after    {', '.join(plan.policy.after)}: starts once all of it has succeeded"
     if plan.policy.outputs:
-        yield f"outputs  {', '.join(plan.policy.outputs)}: come home with the results"
+        yield f"outputs  {', '.join(plan.policy.outputs)}: pulled with the results"
     if prepared.env_file is not None:
         yield f"env file {prepared.env_file.named}: it does not travel, its values are secrets"
     if plan.secret_names:

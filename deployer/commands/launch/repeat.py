@@ -67,7 +67,7 @@ def repeat(
         ways_shown = {"remote": dry_run == "remote", "as_json": ways["as_json"], "files": files, "defaults": {}}
         show_plan(prepared, host, whom, config=None, **ways_shown)
         return 0
-    terminal.notice(shown(f"{plan.job_id} → {host.name}: {files}"))
+    terminal.notice(shown(f"{plan.job_id} → {host.full_name}: {files}"))
 
     def start(screen: Any, view: Any) -> Status | None:
         return launch_and_follow(
@@ -87,7 +87,7 @@ def repeat(
 
 
 def _original(host: Host, job_id: str) -> Original:
-    hint = "--with-changes launches it from this folder as it is now"
+    hint = "--with-changes launches it from the project as it is now"
     try:
         original = read_original(host, job_id)
     except UnknownJob as error:

@@ -137,11 +137,11 @@ def _ask(question: Question | None, *, yes: bool, as_json: bool) -> None:
     if not terminal.has_person(as_json=as_json):
         raise UsageError(question.text, hint=question.hint)
     terminal.notice(shown(question.text), shown(f"({question.hint})"))
-    terminal.confirm(shown("Ship it?"), declined=shown("nothing was shipped"))
+    terminal.confirm(shown("Send it?"), declined=shown("nothing was sent"))
 
 
 def _describe(prepared: Prepared, host: Host) -> None:
-    terminal.notice(shown(f"{prepared.plan.job_id} → {host.name}: {files_line(prepared)}"))
+    terminal.notice(shown(f"{prepared.plan.job_id} → {host.full_name}: {files_line(prepared)}"))
     if line := named_line(prepared):
         terminal.notice(shown(line))
     _warn(prepared)

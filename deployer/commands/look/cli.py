@@ -1,4 +1,4 @@
-"""The commands that look at jobs and bring their files home."""
+"""The commands that look at jobs and pull their files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EVERY = click.option(
 )
 @JSON
 def ps(show_all: bool, every_s: float | None, as_json: bool, **place: Any) -> None:
-    """List the jobs on all hosts used from this client, or on one.
+    """List the jobs on all hosts used from this machine, or on one.
 
     \b
     Examples:
@@ -72,7 +72,7 @@ def ps(show_all: bool, every_s: float | None, as_json: bool, **place: Any) -> No
 def status(job_id: str | None, as_json: bool, **place: Any) -> None:
     """Show one job: its state, its metrics and what to do next.
 
-    Without ID, the command takes the newest job launched from this client.
+    Without ID, the command takes the newest job launched from this machine.
 
     \b
     Examples:
@@ -92,7 +92,7 @@ def status(job_id: str | None, as_json: bool, **place: Any) -> None:
 def top(job_id: str | None, as_json: bool, **place: Any) -> None:
     """Watch a job live: GPUs, loss, speed and the end of its log.
 
-    Without ID, the command takes the newest job launched from this client.
+    Without ID, the command takes the newest job launched from this machine.
 
     Keys: the arrow keys or j and k change to another job, s stops the job, f pulls its results, q quits. With --json
     the command prints the current state once, for a script.
@@ -122,8 +122,8 @@ def top(job_id: str | None, as_json: bool, **place: Any) -> None:
     "--since", type=parse_since, metavar="10m|TIME", help="Start this long ago or at this time, to the second."
 )
 @click.option("--grep", metavar="RE", help="Show matching lines only; the host applies it after --tail and --since.")
-@click.option("--role", metavar="NAME", help="Show only the processes of this role.")
-@click.option("--node", type=click.IntRange(min=0), metavar="N", help="Show only the processes of this node.")
+@click.option("--role", metavar="NAME", help="Show only this role (today a job has one).")
+@click.option("--node", type=click.IntRange(min=0), metavar="N", help="Show only this node (today a job has one).")
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Show only this rank.")
 @click.option(
     "--attempt", type=click.IntRange(min=1), metavar="A", help="Show only this attempt [the latest and later ones]."
@@ -135,7 +135,7 @@ def top(job_id: str | None, as_json: bool, **place: Any) -> None:
 def logs(job_id: str | None, give_up_s: float, **options: Any) -> None:
     """Show a job's log, and follow it while the job runs.
 
-    Without ID, the command takes the newest job launched from this client.
+    Without ID, the command takes the newest job launched from this machine.
 
     \b
     Examples:
@@ -162,8 +162,8 @@ def logs(job_id: str | None, give_up_s: float, **options: Any) -> None:
 def plot(runs: tuple[str, ...], **options: Any) -> None:
     """Draw the metrics of runs: jobs on any host, or folders here.
 
-    PATH is a run folder as train.py makes it, or a metrics.jsonl file. Without ID or PATH, the command takes the newest
-    job launched from this client.
+    PATH is a run folder as `deploy.py train` makes it, or a metrics.jsonl file. Without ID or PATH, the command takes
+    the newest job launched from this machine.
 
     For an ended job whose results were pulled, the command reads those. For any other job it asks the host. If the
     host cannot be asked, it draws what was pulled.
@@ -187,11 +187,11 @@ def plot(runs: tuple[str, ...], **options: Any) -> None:
 def report(run: str | None, output: str | None, as_json: bool, **place: Any) -> None:
     """Write all that is known about a run to one HTML file.
 
-    The file has the verdict and causes, curves, samples, config, attempts, environment, the time of each part of a
+    The file has the state and its causes, curves, samples, config, attempts, environment, the time of each part of a
     step, and the commands to run it again. It loads nothing from elsewhere.
 
-    PATH is a run folder as train.py makes it. Without ID or PATH, the command takes the newest job launched from this
-    client. A running job is shown as it is now. If its host cannot be asked, the file has what was pulled.
+    PATH is a run folder as `deploy.py train` makes it. Without ID or PATH, the command takes the newest job launched
+    from this machine. A running job is shown as it is now. If its host cannot be asked, the file has what was pulled.
 
     \b
     Examples:
@@ -210,7 +210,9 @@ def report(run: str | None, output: str | None, as_json: bool, **place: Any) -> 
 @click.option("--checkpoints", is_flag=True, help="Also pull every complete checkpoint.")
 @click.option("--checkpoint", metavar="STEP|latest", help="Also pull this checkpoint.")
 @click.option(
-    "--pull-max", metavar="SIZE", help=f"Leave on the host what exceeds this; 0: no limit [{PULL_MAX}; with PATH none]."
+    "--pull-max",
+    metavar="SIZE",
+    help=f"Limit for all files together; the rest stays on the host. 0: no limit [{PULL_MAX}; with PATH: 0].",
 )
 @click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
 @click.option("--watch", is_flag=True, help="Pull new files repeatedly until the job has ended.")
@@ -233,8 +235,8 @@ def pull(
     """Copy a job's results, or what PATH names, to this machine.
 
     Results are metrics, logs, the exported model and what --out named. An interrupted pull continues where it stopped.
-    Every byte is compared with the host's by hash, and a checkpoint appears whole or not at all. Without ID, the
-    command takes the newest job launched from this client.
+    Every file is checked by hash, and a checkpoint appears whole or not at all. Without ID, the command takes the
+    newest job launched from this machine.
 
     PATH comes after an ID. It is a file, a folder or a quoted pattern below the job's run folder ($TORCHFERRY_RUN_DIR)
     or its copy of the project. It goes to results/ID/PATH or results/ID/code/PATH; your project's files are never
@@ -328,8 +330,8 @@ def push(
 def tensorboard(job_id: str | None, target: str | None, **options: Any) -> None:
     """Show a job's curves live in TensorBoard, until Ctrl-C.
 
-    Without ID, the command takes the newest job launched from this client. The trainer writes event files with
-    run.trackers=[tensorboard]; your own program writes them to $TORCHFERRY_RUN_DIR/tensorboard.
+    Without ID, the command takes the newest job launched from this machine. The trainer writes event files only
+    with run.trackers=[tensorboard]; your own program writes them to $TORCHFERRY_RUN_DIR/tensorboard.
 
     While the job runs, its event files are pulled repeatedly, and TensorBoard of this Python shows them. If this Python
     has no TensorBoard, the job's Python runs it on the host, and a tunnel connects to it.
@@ -351,7 +353,7 @@ def tensorboard(job_id: str | None, target: str | None, **options: Any) -> None:
 @click.option("--last", type=click.IntRange(min=0), default=20, metavar="N", help="Show the last N; 0: all [20].")
 @JSON
 def history(last: int, as_json: bool) -> None:
-    """List the jobs launched from this client, newest first.
+    """List the jobs launched from this machine, newest first.
 
     The list shows when, on which host and with which words each job was launched, and the last state that its host
     reported. No host is asked. The values of --env are not kept, only the names.
@@ -375,7 +377,7 @@ def history(last: int, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Forget without asking, even jobs that may still run.")
 @JSON
 def forget(job_ids: tuple[str, ...], ssh: str | None, root: str | None, yes: bool, as_json: bool) -> None:
-    """Remove jobs from this client's list; nothing on a host changes.
+    """Remove jobs from this machine's list; nothing on a host changes.
 
     With --ssh and no ID, all jobs of that host are removed from the list. No host is asked: a running job continues,
     and its files stay. `ps` shows a job again when it asks a host that still has it.

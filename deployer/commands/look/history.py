@@ -28,7 +28,7 @@ def history(*, last: int, as_json: bool) -> None:
         terminal.table(columns, [_cells(record, rows.get(record.job_id)) for record in shown_ones])
     terminal.notice(*map(shown, damages))
     if not records and not as_json:
-        terminal.notice(shown("nothing was launched from here"))
+        terminal.notice(shown("nothing was launched from this machine"))
     elif len(records) > len(shown_ones) and not as_json:
         terminal.notice(shown(f"{len(records) - len(shown_ones)} older ones: {terminal.invoked_as()} history --last 0"))
 

@@ -1,4 +1,4 @@
-"""`pull`, and the results that a followed run brings home."""
+"""`pull`, and the results that a followed run pulls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pull_job(
     as_json: bool,
     words: str = "",
 ) -> int:
-    """Brings results home, to results/ID unless a target is given; with `every_s` until the job has ended. The exit
+    """Pulls results, to results/ID unless a target is given; with `every_s` until the job has ended. The exit
     code. `words`: what a command needs beside the id to find them again."""
     if target is None:  # the id may be the beginning of one
         job_id = read_status(host, job_id).job_id
@@ -71,10 +71,10 @@ def bring_home(host: Host, job_id: str, *, target: Path, request: PullRequest) -
 
 
 def not_home_line(job_id: str, what: str, why: FerryError | str) -> str:
-    """The last line of a command that was to bring something home."""
+    """The last line of a command that was to pull something."""
     elsewhere = " --to DIR" if isinstance(why, CannotWrite) else ""
     said = why if isinstance(why, str) else why.message
-    return f"not home: {what} ({said}); bring them with: {terminal.invoked_as()} pull {job_id}{elsewhere}"
+    return f"not pulled: {what} ({said}); pull them with: {terminal.invoked_as()} pull {job_id}{elsewhere}"
 
 
 def _again(job_id: str, request: PullRequest, words: str = "") -> str:
@@ -112,7 +112,7 @@ def _watch(host: Host, job_id: str, target: Path, request: PullRequest, *, every
 
 
 def _tell(pulled: Pulled, job_id: str, target: Path, again: str) -> str:
-    """What came, what is left out and what stays; returns the last line on what is not home."""
+    """What came, what is left out and what stays; returns the last line on what was not pulled."""
     terminal.notice(
         shown(f"results: {target} ({terminal.counted(pulled.files, 'file')}, {terminal.size(pulled.size_bytes)})")
     )
@@ -123,7 +123,7 @@ def _tell(pulled: Pulled, job_id: str, target: Path, again: str) -> str:
     if others[MOST_LINES:]:
         terminal.notice(shown(f"left out: {len(others) - MOST_LINES} more"))
     if beyond:
-        terminal.notice(shown(f"left on the host: {_sum_of(beyond)}; bring them home with: {_all_of(pulled, again)}"))
+        terminal.notice(shown(f"left on the host: {_sum_of(beyond)}; pull them with: {_all_of(pulled, again)}"))
     if pulled.stays is not None and pulled.stays.files:
         terminal.notice(shown(_stays_line(pulled.stays, job_id)))
     return _lacks(pulled, again)
@@ -136,10 +136,10 @@ def _lacks(pulled: Pulled, again: str) -> str:
         return ""
     reasons = list(dict.fromkeys(left.reason for left in lacking))
     why = reasons[0] if len(reasons) == 1 else f"{reasons[0]}; other reasons: {len(reasons) - 1}"
-    line = f"not home: {_sum_of(lacking)} ({why})"
+    line = f"not pulled: {_sum_of(lacking)} ({why})"
     if all(reason in (GONE, ABSENT, LINK) or reason.startswith(DAMAGED) for reason in reasons):
         return line
-    return f"{line}; bring them with: {_all_of(pulled, again) if BEYOND_LIMIT in reasons else again}"
+    return f"{line}; pull them with: {_all_of(pulled, again) if BEYOND_LIMIT in reasons else again}"
 
 
 def _all_of(pulled: Pulled, again: str) -> str:
@@ -162,7 +162,7 @@ def _stays_line(stays: Stays, job_id: str) -> str:
     paths = " ".join(map(terminal.typed, stays.names))
     return (
         f"stays on the host: {least}{terminal.counted(stays.files, 'file')} that the job wrote, "
-        f"{terminal.size(stays.size_bytes)}: {named}{more}; {terminal.invoked_as()} pull {job_id} {paths} brings them"
+        f"{terminal.size(stays.size_bytes)}: {named}{more}; {terminal.invoked_as()} pull {job_id} {paths} pulls them"
     )
 
 

@@ -141,12 +141,12 @@ def tell_source(run: Run) -> None:
     """Says where a run's files come from, if that is not what one would expect."""
     if run.trouble and run.host is not None:
         terminal.notice(
-            shown(f"{run.host.name} does not tell of it ({run.trouble}): {run.name} is shown as it is home")
+            shown(f"{run.host.name} does not tell of it ({run.trouble}): {run.name} is shown as it was pulled")
         )
         terminal.notice(shown(f"  in {run.folder}"))
     for name, reason in run.lacks.items():
         again = f"{terminal.invoked_as()} pull {run.name} {terminal.typed(name)}"
-        terminal.notice(shown(f"{run.name}: {name} is not read, {reason}; {again} brings it"))
+        terminal.notice(shown(f"{run.name}: {name} is not read, {reason}; {again} pulls it"))
 
 
 def tell_trouble(name: str, error: FerryError) -> None:

@@ -170,4 +170,4 @@ def _foot(view: View, width: int) -> Line:
     jobs = f"↑↓ job {view.number}/{view.jobs}  " if view.jobs > 1 else ""
     if not terminal.is_unicode():
         jobs = jobs.replace("↑↓", "j k")
-    return (Part(shown(f"q quit  {jobs}s stop  f fetch"), "reverse"),)
+    return (Part(shown(f"q quit  {jobs}s stop  f pull"), "reverse"),)

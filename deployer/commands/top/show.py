@@ -1,4 +1,4 @@
-"""`top`: one job on a whole terminal, live, with keys to go to another one, to stop it and to fetch its results."""
+"""`top`: one job on a whole terminal, live, with keys to go to another one, to stop it and to pull its results."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class _Top:
     @property
     def left_words(self) -> list[str]:
         """What goes on, or is broken off, when the screen is left."""
-        goes_on = {"stop": "the host goes on stopping {}", "fetch": "what has come is kept; go on with: {me} pull {}"}
+        goes_on = {"stop": "the host goes on stopping {}", "pull": "what has come is kept; go on with: {me} pull {}"}
         return [
             goes_on[what].format(job_id, me=terminal.invoked_as())
             for name, thread in self._at_work.items()
@@ -162,7 +162,7 @@ class _Top:
             self._asks = row is None or row.state not in FINAL
             self._word = "" if self._asks else "it has ended"
         elif key == "f":
-            self._begin("fetch", self._fetch)
+            self._begin("pull", self._fetch)
         return True
 
     def close(self) -> None:
@@ -201,12 +201,12 @@ class _Top:
         target = Path(entry.results) if entry.results else Path("results") / job_id
 
         def tell(done: int, total: int) -> None:
-            self._word = f"fetching: {terminal.size(done)} of {terminal.size(total)}"
+            self._word = f"pulling: {terminal.size(done)} of {terminal.size(total)}"
 
         try:
             request = PullRequest(max_bytes=parse_size(PULL_MAX) or None)
             pulled = pull(entry.host.another(), job_id, target=target, request=request, progress=tell)
         except CannotWrite as error:
-            return f"fetch: {error.message}"
-        lacks = f"; not home: {terminal.counted(len(pulled.not_home), 'thing')}" if pulled.not_home else ""
+            return f"pull: {error.message}"
+        lacks = f"; not pulled: {terminal.counted(len(pulled.not_home), 'thing')}" if pulled.not_home else ""
         return f"{target}: {terminal.counted(pulled.files, 'file')}, {terminal.size(pulled.size_bytes)}{lacks}"

@@ -48,7 +48,7 @@ LOGIN = (
     Cause(
         r"(?i)quota exceeded|no space left on device",
         "the host's login failed for want of disk space",
-        "free some space in the account's home there",
+        "free some space in the account's home folder on the host",
     ),
     Cause(
         r"/bin/sh(: | not |'?: )*(No such file|not found)",

@@ -251,7 +251,7 @@ def explain_auth(
     lines = [f"offered: {name}" for name in tried] + [f"not usable: {name}" for name in skipped]
     too_many = re.search(TOO_MANY_KEYS, said)
     lines += quote(said)
-    accepts = f"; it accepts {', '.join(methods)}" if methods else ""
+    accepts = f"; login methods it allows: {', '.join(methods)}" if methods else ""
     if too_many:
         return LoginRefused(
             f"{where} lets nobody try more than {_keys(len(tried))}, and none of them was the right one",
@@ -260,7 +260,7 @@ def explain_auth(
         )
     if methods and not {"publickey", "password", "keyboard-interactive"} & set(methods):
         return LoginRefused(
-            f"{where} only accepts {', '.join(methods)}",
+            f"{where} allows only these login methods: {', '.join(methods)}",
             where=lines,
             hint="a Kerberos login needs a ticket (kinit) and the ssh program (--transport openssh)",
         )

@@ -61,7 +61,7 @@ def test_a_src_layout_is_importable_where_the_host_has_the_rest(ferry):
         (
             {"requirements.txt": "-r no.txt\n", "no.txt": "", ".gitignore": "no.txt\n"},
             (),
-            "requirements.txt:1: no.txt is left out of the code tree",
+            "requirements.txt:1: no.txt is left out of what is sent",
             "--include no.txt",
         ),
         (

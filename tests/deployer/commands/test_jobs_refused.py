@@ -36,7 +36,7 @@ from trainer.schema import Config, OptimConfig, RunConfig
         (("run", "--", "python", "-u", "trian.py"), 2, "did you mean train.py?"),
         (("run", "--", "train.py", "--lr", "1"), 2, "-- python train.py --lr 1"),
         (("run", "--torchrun", "--gpus", "0", "--", "torchrun", "train.py"), 2, "--torchrun --gpus 0,1 -- train.py"),
-        (("run", "--torchrun", "--gpus", "0", "--", "gone.py"), 2, "gone.py is not in the code tree"),
+        (("run", "--torchrun", "--gpus", "0", "--", "gone.py"), 2, "gone.py is not among the files that are sent"),
         (("stats", "nope"), 2, "deploy.py status nope\n"),
         (("kill", "nope"), 2, "deploy.py stop nope\n"),
         (("other", "nope"), 2, "other is neither a command nor a config file\nhint: "),

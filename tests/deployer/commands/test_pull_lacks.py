@@ -203,7 +203,7 @@ def test_final_pull_that_reaches_nobody_is_the_last_line(job, tmp_path, capfd, f
     ways = {"bare": True, "detach": False, "as_json": False, "pull_limit": None, "pulls": True}
     assert follow_through(lambda screen, view: final, host, record, **ways) == code
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith("not home: the results (") and last.endswith("pull j2")
+    assert last.startswith("not pulled: the results (") and last.endswith("pull j2")
 
 
 def test_ctrl_c_between_a_jobs_end_and_its_pull_does_not_say_that_nothing_ran(job, tmp_path, capfd, monkeypatch):
@@ -224,4 +224,4 @@ def test_ctrl_c_between_a_jobs_end_and_its_pull_does_not_say_that_nothing_ran(jo
     ways = {"bare": True, "detach": False, "as_json": False, "pull_limit": None, "pulls": True}
     assert follow_through(lambda screen, view: final, host, record, **ways) == 74
     told = capfd.readouterr().err.splitlines()
-    assert "j1 succeeded" in told and told[-1].startswith("not home: the results, or a part of them (interrupted)")
+    assert "j1 succeeded" in told and told[-1].startswith("not pulled: the results, or a part of them (interrupted)")

@@ -50,5 +50,5 @@ def test_folders_of_the_project_are_not_taken_for_the_trainer(tmp_path: Path) ->
 
 def test_help_lists_them_apart(tmp_path: Path) -> None:
     text = torchferry(tmp_path, "--help").stdout
-    listed = text.partition("The trainer, in this terminal:\n")[2].partition("\n\n")[0]
+    listed = text.partition("On this machine, without a job:\n")[2].partition("\n\n")[0]
     assert {row.split()[0] for row in listed.splitlines()} == set(FORWARDED)

@@ -83,7 +83,7 @@ def test_files_as_editors_write_them(tmp_path, encoding):
         ),
         ({"requirements.txt": "-r requirements.txt\n"}, "requirements.txt:1: requirements.txt names itself"),
         ({"requirements.txt": "x\n\n-c sub/gone.txt\n"}, "requirements.txt:3: sub/gone.txt does not exist in "),
-        ({"requirements.txt": "-r hidden.txt\n", "hidden.txt": "a"}, "hidden.txt is left out of the code tree"),
+        ({"requirements.txt": "-r hidden.txt\n", "hidden.txt": "a"}, "hidden.txt is left out of what is sent"),
         ({"requirements.txt": "-r ../x.txt\n"}, "requirements.txt:1: ../x.txt is outside of the project"),
         ({"requirements.txt": "-e ../x\n"}, "requirements.txt:1: ../x is outside of the project"),
         (

@@ -138,7 +138,7 @@ def test_other_key_of_the_file_may_be_given(override: str, was: str, becomes: st
 def test_wrong_value_of_another_key_is_refused() -> None:
     error = refused(reads(OLDER), "train.nonfinite=maybe")
     assert (error.message, error.where) == (
-        "train.nonfinite is maybe, expected one of skip, abort",
+        "train.nonfinite is 'maybe', expected one of skip, abort",
         ("the command line",),
     )
     assert refused(reads(OLDER), "later.key={").message == "later.key is {, which is no YAML"

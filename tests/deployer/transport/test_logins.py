@@ -82,7 +82,7 @@ KINDS = [
     Kind(
         "no key",
         125,
-        "no key to log in with; it accepts publickey | ssh-keygen",
+        "no key to log in with; login methods it allows: publickey | ssh-keygen",
         client={"IdentityFile": "{root}/none"},
     ),
     Kind("no key wanted", 125, "no key to log in with", client={"PubkeyAuthentication": "no"}),

@@ -106,7 +106,7 @@ def test_what_has_no_effect_is_told(tmp_path, config_file):
     load_config(config_file, fsdp_config=written_by_accelerate(tmp_path / "a.yaml", FSDP1), tell=notes.append)
     assert [note.removeprefix(f"{tmp_path / 'a.yaml'}: ") for note in notes[:3]] == [
         "fsdp_cpu_ram_efficient_loading: no effect, every rank reads only its own share of the weights",
-        "fsdp_version: 1, and FSDP2 runs it: the words keep the meaning that docs/config.md gives",
+        "fsdp_version: 1, and FSDP2 runs it: the options mean what docs/config.md says",
         "debug, enable_cpu_affinity, main_training_function, rdzv_backend, same_network: no effect here,"
         " target and the launcher decide that",
     ]
@@ -127,8 +127,12 @@ def test_a_strategy_is_a_name_or_the_old_number_and_may_stand_at_the_top(line, t
             "fsdp_ofload_params is not a key of accelerate's config",
             "did you mean fsdp_offload_params?",
         ),
-        ("debug: false\nmixed_precision: fp16\n", "mixed_precision is fp16: bf16 and no (fp32)", "bf16 has the range"),
-        ("debug: false\ndistributed_type: DEEPSPEED\n", "distributed_type is DEEPSPEED: only FSDP", ""),
+        (
+            "debug: false\nmixed_precision: fp16\n",
+            "mixed_precision is 'fp16': bf16 and no (fp32)",
+            "bf16 has the range",
+        ),
+        ("debug: false\ndistributed_type: DEEPSPEED\n", "distributed_type is 'DEEPSPEED': only FSDP", ""),
         ("debug: false\nnum_machines: 2\n", "num_machines is 2: one host is trained on", ""),
         ("debug: false\nmachine_rank: 1\n", "machine_rank is 1: one host is trained on", ""),
         (
@@ -136,10 +140,10 @@ def test_a_strategy_is_a_name_or_the_old_number_and_may_stand_at_the_top(line, t
             "num_processes is 4, but target.gpu_ranks makes 2 processes",
             "set target.gpu_ranks=0,1,2,3, or change num_processes",
         ),
-        ("fsdp_config:\n  fsdp_auto_wrap_policy: NO_WRAP\n", "fsdp_auto_wrap_policy is NO_WRAP: the whole model", ""),
+        ("fsdp_config:\n  fsdp_auto_wrap_policy: NO_WRAP\n", "fsdp_auto_wrap_policy is 'NO_WRAP': the whole model", ""),
         (
             "fsdp_config:\n  fsdp_sharding_strategy: FULL_SHART\n",
-            "fsdp_sharding_strategy is FULL_SHART: expected one of FULL_SHARD",
+            "fsdp_sharding_strategy is 'FULL_SHART': expected one of FULL_SHARD",
             "did you mean FULL_SHARD?",
         ),
         ("fsdp_config:\n  fsdp_backward_prefetch: BACKWARD_POST\n", "parallel.backward_prefetch is BACKWARD_POST", ""),
@@ -148,7 +152,7 @@ def test_a_strategy_is_a_name_or_the_old_number_and_may_stand_at_the_top(line, t
         ("fsdp_config:\n  fsdp_state_dict_type: LOCAL_STATE_DICT\n", "parallel.state_dict_type is LOCAL_STATE", ""),
         ("fsdp_config:\n  fsdp_ignored_modules: '.*(a|b)'\n", "fsdp_ignored_modules is '.*(a|b)': a regular", ""),
         ("debug: false\ndeepspeed_config: {zero_stage: 3}\n", "deepspeed_config is a mapping: this trainer has", ""),
-        ("dynamo_config:\n  dynamo_backend: EAGER\n", "dynamo_backend is EAGER: only NO and INDUCTOR", ""),
+        ("dynamo_config:\n  dynamo_backend: EAGER\n", "dynamo_backend is 'EAGER': only NO and INDUCTOR", ""),
     ],
     ids=lambda value: value.split("\n")[1].strip() if "\n" in value else "",
 )
@@ -239,13 +243,13 @@ def test_truth_values_are_read_as_accelerate_reads_them(tmp_path: Path, word: st
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("fsdp_min_num_params: 1efoo", "fsdp_min_num_params is 1efoo: expected a whole number"),
+        ("fsdp_min_num_params: 1efoo", "fsdp_min_num_params is '1efoo': expected a whole number"),
         ("fsdp_min_num_params: 1e999", "fsdp_min_num_params is 1e999: expected a whole number"),
         ("fsdp_min_num_params: {a: 1}", "fsdp_min_num_params is a mapping: expected a whole number"),
         ("fsdp_offload_params: [1]", "fsdp_offload_params is [1]: expected true or false"),
         ("fsdp_version: '3'", "fsdp_version is '3': expected 1 or 2"),
         ("fp16: true", "fp16 is true: bf16 and no (fp32) can be done here"),
-        ("num_processes: many", "num_processes is many: expected a whole number"),
+        ("num_processes: many", "num_processes is 'many': expected a whole number"),
     ],
 )
 def test_value_that_cannot_be_is_told_with_its_key_and_line(tmp_path: Path, line: str, told: str) -> None:

@@ -192,7 +192,7 @@ YAML_ERRORS = {
     "section is a scalar": ("train: 5\n", "Error: train is 5, expected a TrainConfig (a section with keys)"),
     "words for a list": (
         "args: --lr 3\n",
-        "Error: args is --lr 3, expected a list, each text\n  in a.yaml:1\nhint: write it as a list: [--lr, 3]",
+        "Error: args is '--lr 3', expected a list, each text\n  in a.yaml:1\nhint: write it as a list: [--lr, 3]",
     ),
     "list element": (
         "data:\n  train:\n  - a.jsonl\n  - null\n",

@@ -74,7 +74,7 @@ def test_gpu_ranks_take_commas_and_uuids() -> None:
 
 UNKNOWN = "is not a key\n  on the command line\nhint: did you mean"
 OVERRIDE_ERRORS = [
-    ("train", "Error: 'train' is not an override\n  on the command line\nhint: write KEY=VALUE: train.steps=50"),
+    ("train", "Error: 'train' is not an override\n  on the command line\nhint: write KEY=VALUE, as in train.steps=50"),
     ("train.learning_rate=1e-4", f"Error: train.learning_rate {UNKNOWN} optim.learning_rate?"),
     ("learning_rate=1e-4", f"Error: learning_rate {UNKNOWN} optim.learning_rate?"),
     ("lr=1e-4", f"Error: lr {UNKNOWN} optim.learning_rate?"),
@@ -93,19 +93,19 @@ OVERRIDE_ERRORS = [
         "run=x",
         "Error: run is a section, not a key\n  on the command line\nhint: keys of run: name, dir, export",
     ),
-    ("=5", "Error: '=5' is not an override\n  on the command line\nhint: write KEY=VALUE: train.steps=50"),
-    ("train.steps=many", "Error: train.steps is many, expected a whole number or null\n  on the command line"),
+    ("=5", "Error: '=5' is not an override\n  on the command line\nhint: write KEY=VALUE, as in train.steps=50"),
+    ("train.steps=many", "Error: train.steps is 'many', expected a whole number or null\n  on the command line"),
     ("train.steps=1.5", "Error: train.steps is 1.5, expected a whole number or null\n  on the command line"),
-    ("train.steps=0x10", "Error: train.steps is 0x10, expected a whole number or null\n  on the command line"),
+    ("train.steps=0x10", "Error: train.steps is '0x10', expected a whole number or null\n  on the command line"),
     ("train.seed=true", "Error: train.seed is true, expected a whole number\n  on the command line"),
     ("train.seed=", "Error: train.seed is empty, expected a whole number\n  on the command line"),
     ("train.seed=" + "9" * 90, f"Error: train.seed is {'9' * 77}…, expected a whole number\n  on the command line"),
     ("train.deterministic=1", "Error: train.deterministic is 1, expected true or false\n  on the command line"),
-    ("optim.eps=nan", "Error: optim.eps is nan, expected a number\n  on the command line"),
+    ("optim.eps=nan", "Error: optim.eps is 'nan', expected a number\n  on the command line"),
     ("optim.eps=1e999", "Error: optim.eps is 1e999, expected a number\n  on the command line"),
     (
         "target.train_backend=FDSP",
-        "Error: target.train_backend is FDSP, expected one of auto, pytorch, ddp, fsdp\n  on the command line\n"
+        "Error: target.train_backend is 'FDSP', expected one of auto, pytorch, ddp, fsdp\n  on the command line\n"
         "hint: did you mean fsdp?",
     ),
     (
@@ -115,13 +115,13 @@ OVERRIDE_ERRORS = [
     ),
     (
         "data.train=[a, [b]]",
-        "Error: data.train[1] is [b], expected text or a mapping of path, weight, repeat, limit\n  on the command line",
+        "Error: data.train[1] is ['b'], expected text or a mapping of path, weight, repeat, limit\n  on the command",
     ),
     ("data.train=[a", "Error: not valid YAML: expected ',' or ']', but got the end of the text\n  on the command line"),
     ("target.env=5", "Error: target.env is 5, expected a mapping of names to text\n  on the command line"),
     (
         "target.env.A=a\0b",
-        "Error: target.env.A is a\\x00b, expected text without NUL and of valid UTF-8\n  on the command",
+        "Error: target.env.A is 'a\\x00b', expected text without NUL and of valid UTF-8\n  on the command",
     ),
     ("target.gpu_ranks=0,0", "Error: target.gpu_ranks is [0, 0]: it names 0 twice\n  on the command line\nhint: name"),
     (

@@ -141,7 +141,7 @@ def test_the_table_has_each_strategy_of_the_schema():
 def test_value_of_a_wrong_type_is_an_error_with_its_line():
     with pytest.raises(ConfigError) as caught:
         config_from_yaml("parallel:\n  limit_all_gathers: maybe\n", "sft.yaml")
-    assert caught.value.message == "parallel.limit_all_gathers is maybe, expected true or false or null"
+    assert caught.value.message == "parallel.limit_all_gathers is 'maybe', expected true or false or null"
     assert caught.value.where == "sft.yaml:2"
 
 
@@ -166,7 +166,7 @@ def test_full_state_needs_the_export_wherever_that_is_turned_off():
         assert caught.value.hint.startswith("set run.export=true, which writes them, or drop state_dict_type")
     notes: list[str] = []
     config_from_yaml(text, "sft.yaml", tell=notes.append)
-    assert "`train.py export RUN --full-state FILE` writes weights and optimizer in one piece" in notes[0]
+    assert "`torchferry export RUN --full-state FILE` writes weights and optimizer in one piece" in notes[0]
 
 
 def test_value_that_a_line_of_the_table_does_not_name_is_refused():

@@ -26,14 +26,14 @@ model: {hidden_size: 33, num_heads: 4}
 LINES = [
     "{file}:2: train.step is not a key; did you mean train.steps?",
     "{file}:3: train.qqqqq is not a key",
-    "{file}:4: train.micro_batch_size is many, expected a whole number",
+    "{file}:4: train.micro_batch_size is 'many', expected a whole number",
     "{file}:7: data.train[1].wieght is not a key; keys here: path, weight, repeat, limit",
     "{file}:7: data.train[2] is null, expected text or a mapping of path, weight, repeat, limit; put it in quotes if"
     ' you mean the text: "null"',
     "{file}:8: trian is not a key; did you mean train?",
-    "{file}:9: parallel.buffer_dtype is q, expected one of fp32, bf16, fp16",
+    "{file}:9: parallel.buffer_dtype is 'q', expected one of fp32, bf16, fp16",
     "the command line: lr is not a key; did you mean optim.learning_rate?",
-    "the command line: optim.eps is x, expected a number",
+    "the command line: optim.eps is 'x', expected a number",
     "{file}:9: parallel.backward_prefetch is BACKWARD_POST: FSDP2 has none, and FSDP1's was wrong for nested modules; "
     "drop it: BACKWARD_PRE is built in; to gather further ahead set parallel.backward_prefetch_depth=2",
     "{file}:5: train.save_every is -3, must be 0 or more",

@@ -222,12 +222,11 @@ def test_data_that_cannot_be_used_ends_with_2_and_one_paragraph(tmp_path, capsys
     assert "colour" in told
 
 
-def test_options_of_inspecting_alone_are_refused(tmp_path):
-    result = CliRunner().invoke(cli.train_command, ["x.yaml", "--samples", "2"])
-    assert (result.exit_code, result.stderr.splitlines()[-1]) == (
-        2,
-        "Error: --samples and --card-gib belong to --inspect",
-    )
+def test_options_of_inspecting_alone_are_refused(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["x.yaml", "--samples", "2"])
+    told = "Error: --samples has a meaning only with --inspect\nhint: add --inspect\n"
+    assert (caught.value.code, capsys.readouterr().err) == (2, told)
 
 
 @pytest.mark.parametrize("gib", ["0", "-1", "nan", "inf", "1e9"])

@@ -24,7 +24,7 @@ THE_HOST = "the host that --ssh names is taken as it is"
 NO_CONTAINER = (
     "no container is started: the job's Python is found on the host or built, setup installs what else it needs"
 )
-FOLDER = "the folder that you stand in travels, and is the job's working folder"
+FOLDER = "the folder you are in is sent, and the job runs in its copy"
 ONE_HOST = "a job runs on one host"
 
 
@@ -98,7 +98,7 @@ class Written:
         if plain == ".":
             self.note(key, FOLDER)
         elif plain.startswith(("/", "~", "..")) or not exists(plain):
-            self.note(key, f"{path} is not below this folder: a link to it here, and include, send it")
+            self.note(key, f"{path} is not below the project: a link to it here, and include, send it")
         else:
             self.values.setdefault("include", []).append(plain)
             self.note(key, f"{plain} travels, and stands at {plain} in the job's folder, not at {there}")
@@ -125,7 +125,7 @@ def mapping_at(key: str, value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{key} is {shown(value)[:60]}, expected a mapping")
+        raise ConfigError(f"{key} is {shown(repr(value))[:60]}, expected a mapping")
     return value
 
 

@@ -33,7 +33,7 @@ _OTHERS = {
     **dict.fromkeys(("image", "registry_auth", "docker", "privileged", "entrypoint", "nvcc", "user"), NO_CONTAINER),
     "ports": "no port is opened: deploy.py tunnel ID PORT reaches one",
     "volumes": _MOUNTED,
-    "repos": f"{FOLDER}: clone what it names, and stand in it",
+    "repos": f"{FOLDER}: clone what it names, and cd into it",
     "stop_duration": "deploy.py stop ID --grace S gives it time to save",
     "stop_criteria": ONE_HOST,
     "startup_order": ONE_HOST,

@@ -174,12 +174,16 @@ def expect(found: Found, path: str | Path, *wanted: str, program: str = "deploy.
 
 
 def _several(path: Path, fits: Mapping[str, list[str]], places: Places) -> ConfigError:
-    said = ", or ".join(f"{_BY_NAME[name].what} (by {', '.join(marks[:3])})" for name, marks in fits.items())
+    said = ", or ".join(f"{_BY_NAME[name].what} (it has {_named(marks[:3])})" for name, marks in fits.items())
     where = places.of(max(fits.values(), key=lambda marks: _line(places.of(marks[0])))[0])
     decides = " or ".join(f"--as {name}" for name in fits)
     return ConfigError(
         f"{path} may be {len(fits)} things: {said}", where=where, hint=f"remove the keys of one, or add {decides}"
     )
+
+
+def _named(keys: list[str]) -> str:
+    return f"the key{'s' * (len(keys) > 1)} {', '.join(keys)}"
 
 
 def _line(place: str) -> int:

@@ -106,7 +106,7 @@ def _accelerators(task: Written, found: object) -> int:
     if name.lower().startswith("tpu"):
         raise ConfigError(f"{key} is {names[0]}: there is no TPU backend")
     if not re.fullmatch(r"(\d{1,6}(\.\d{1,6})?)?", number.strip()):
-        raise ConfigError(f"{key} is {names[0]}, expected NAME:COUNT")
+        raise ConfigError(f"{key} is {names[0]!r}, expected NAME:COUNT")
     wanted = float(number or 1)
     count = max(1, int(wanted))
     which = f"the first of {', '.join(map(str, names[:8]))}" if len(names) > 1 else f"{names[0]}"
@@ -118,7 +118,7 @@ def _accelerators(task: Written, found: object) -> int:
 
 def _workdir(task: Written, workdir: object) -> None:
     if isinstance(workdir, dict):
-        task.note("workdir", f"{workdir.get('url', 'a repository')}: clone it, and stand in it; {FOLDER}")
+        task.note("workdir", f"{workdir.get('url', 'a repository')}: clone it, and cd into it; {FOLDER}")
     elif workdir is not None and os.path.normpath(text_at("workdir", workdir)) != ".":
         task.note("workdir", f"{workdir}: {FOLDER}, so cd there first")
 

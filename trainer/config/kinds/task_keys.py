@@ -57,7 +57,9 @@ TASK_KEYS = (
         ("secret",),
     ),
     TaskKey("env_file", str, "--env-file", "A file of NAME=VALUE lines on this machine, such as .env.", ("dotenv",)),
-    TaskKey("setup", str, "--setup", "A shell command that runs on the host first, once for the files it names."),
+    TaskKey(
+        "setup", str, "--setup", "A shell command that prepares the host before the job; later jobs reuse the result."
+    ),
     TaskKey("setup_timeout", str, "--setup-timeout", "End the setup after this long: `1h`."),
     TaskKey(
         "python", str, "--python", "The interpreter on the host; without it, one is found or built.", ("interpreter",)
@@ -69,8 +71,20 @@ TASK_KEYS = (
         "A file with the packages that the job's Python needs; `none`: no packages.",
     ),
     TaskKey("wheels", str, "--wheels", "A folder of wheels for a host without internet."),
-    TaskKey("include", list[str], "--include", "Ignored data sets or models to send, once, by hash.", ("file_mounts",)),
-    TaskKey("outputs", list[str], "--out", "What else comes home: paths in the folder.", ("out", "artifacts")),
+    TaskKey(
+        "include",
+        list[str],
+        "--include",
+        "Also send these paths, such as data sets, even if git ignores them.",
+        ("file_mounts",),
+    ),
+    TaskKey(
+        "outputs",
+        list[str],
+        "--out",
+        "What else to pull: paths in the job's copy of the project.",
+        ("out", "artifacts"),
+    ),
     TaskKey("queue", bool, "--queue", "Wait for the GPUs: first in, first out."),
     TaskKey("after", list[str], "--after", "Jobs on the host that must succeed first.", ("depends_on",)),
     TaskKey("allow_busy", bool, "--allow-busy", "Use GPUs that other processes are using."),

@@ -1,4 +1,4 @@
-"""A job's files for one client: which there are, and their bytes in pieces that carry a hash.
+"""Sends a job's files to a client: their list, and their bytes in pieces with a hash.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -24,11 +24,11 @@ ROWS = 1000
 
 
 def files(root: Root, call: Call) -> Dict[str, str]:
-    """Events `files` with a list of FileRow: the regular files below the asked parts and paths. Before them `outputs`
-    with what the plan names; after them, as far as there is any, `links`: those whose files do not come by another
-    name, `absent`: asked paths that are not there, and `stays`: see stays.py.
+    """Sends events `files` with lists of FileRow: the regular files below the requested parts and paths. Before them
+    `outputs` with the plan's paths. After them, if there are any, `links`: links whose files are not sent under another
+    name; `absent`: requested paths that do not exist; and `stays`: see stays.py.
 
-    Links are left out, and so are checkpoints that are not complete.
+    Leaves out links and incomplete checkpoints.
     """
     request = call.read(FilesRequest)
     job = find_folder(root, request.job)
@@ -60,7 +60,7 @@ def files(root: Root, call: Call) -> Dict[str, str]:
 
 
 class _Found:
-    """The files of a job below what was asked for, each once."""
+    """The files of a job below the requested paths, each once."""
 
     def __init__(self, job: Job) -> None:
         self.asked: List[str] = []
@@ -70,7 +70,7 @@ class _Found:
         self._links: List[str] = []
 
     def ask(self, path: str) -> bool:
-        """Whether any file matches the path or the pattern."""
+        """Adds a path or a pattern. Returns whether any file matches it."""
         _check_below(path)
         if os.path.lexists(os.path.join(self._base, path)):
             found = [path]
@@ -91,7 +91,7 @@ class _Found:
                     yield row
 
     def lost_links(self) -> List[str]:
-        """The links whose files did not come by another name."""
+        """The links whose files are not sent under another name."""
         return [link for link in dict.fromkeys(self._links) if not self._comes_anyway(link)]
 
     def _comes_anyway(self, link: str) -> bool:
@@ -118,7 +118,7 @@ class _Found:
 
 
 def _check_below(path: str) -> None:
-    """AgentError for what names nothing inside a folder."""
+    """Raises AgentError if the path is not below a folder."""
     if not is_path_below(path):
         raise AgentError("usage", "%.200r is not a path below the job's folder" % path)
 
@@ -150,7 +150,7 @@ def _time(info: os.stat_result) -> int:
 
 
 def fetch(root: Root, call: Call) -> None:
-    """The asked pieces in order: the bytes of each as data, then an event `piece` with its PieceEnd."""
+    """Sends the requested pieces in order: the bytes of each as data, then an event `piece` with its PieceEnd."""
     request = call.read(FetchRequest)
     job = find_folder(root, request.job)
     for piece in request.pieces:

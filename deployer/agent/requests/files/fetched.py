@@ -1,5 +1,4 @@
-"""What of a job's files somebody has brought home, as the clients that did so tell, so that a collection can say what
-nobody has.
+"""Records which of a job's files clients have copied, so that gc can report those that no client has.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -28,14 +27,14 @@ RECORDS = (
     "logs",
     "hang",
 )
-"""Of no use without the rest."""
+"""Files that are of no use without the others."""
 
 
 class _Fetched(NamedTuple):
     """The content of control/fetched.json."""
 
     paths: Tuple[str, ...] = ()
-    """Files, and folders of which all came, relative to the job's folder."""
+    """Files, and folders of which all files were copied, relative to the job's folder."""
 
 
 class FetchedRequest(NamedTuple):
@@ -44,7 +43,7 @@ class FetchedRequest(NamedTuple):
 
 
 def fetched(root: Root, call: Call) -> None:
-    """Notes that a client has these."""
+    """Records that a client has these files."""
     request = call.read(FetchedRequest)
     note_fetched(find_folder(root, request.job), request.paths)
 
@@ -60,7 +59,8 @@ def note_fetched(job: Job, paths: Sequence[str]) -> None:
 
 
 def never_fetched(root: Root, job: Job) -> Optional[Stays]:
-    """What the job wrote beside its records and nobody has brought home. None where that cannot be told."""
+    """The files that the job wrote, without its records, that no client has copied. None if that cannot be
+    determined."""
     try:
         return what_stays(root, job, known_plan(job), (*RECORDS, *_read(job)))
     except OSError:

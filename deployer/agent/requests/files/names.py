@@ -1,7 +1,7 @@
-"""What somebody asks for among a job's files: a path, or a pattern of paths. Pure; both ends use it.
+"""Requested names of a job's files: a path, or a pattern of paths. Pure; both sides use it.
 
-`*`, `?` and `[ab]` stand for characters of one name, `**` for any folders; none of them for a dot that begins a name. A
-file of that very name comes before a pattern.
+`*`, `?` and `[ab]` stand for characters of one name, `**` for any folders; none of them for a dot at the start of a
+name. A file with this exact name comes before a pattern.
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
@@ -11,7 +11,7 @@ import re
 from typing import Iterator, List, Optional, Set
 
 MOST_LOOKS = 200_000
-"""Files and folders that one pattern may be compared with."""
+"""Maximum number of files and folders that are compared with a pattern."""
 
 
 def is_pattern(name: str) -> bool:
@@ -19,12 +19,12 @@ def is_pattern(name: str) -> bool:
 
 
 def covers(name: str, path: str) -> bool:
-    """Whether who asks for `name` is given `path`: that file, or one below what is called so."""
+    """Whether a request for `name` includes `path`: the same path, a path below it, or a match of the pattern."""
     return path == name or path.startswith(name + "/") or (is_pattern(name) and _compare(name, path) is True)
 
 
 def matching(base: str, pattern: str) -> List[str]:
-    """The topmost files and folders below the folder `base` that a pattern means, sorted; no link is followed."""
+    """The topmost files and folders below the folder `base` that match a pattern, sorted; follows no link."""
     parts = pattern.split("/")
     fixed = parts[: next(index for index, part in enumerate(parts) if is_pattern(part))]
     found = []
@@ -37,7 +37,7 @@ def matching(base: str, pattern: str) -> List[str]:
 
 
 def _below(base: str, folder: str, pattern: str) -> Iterator[str]:
-    """What lies there, as far down as a pattern may mean it."""
+    """The paths below a folder, as deep as the pattern may match."""
     waiting = [folder]
     while waiting:
         top = waiting.pop()
@@ -55,7 +55,7 @@ def _below(base: str, folder: str, pattern: str) -> Iterator[str]:
 
 
 def _compare(pattern: str, path: str) -> Optional[bool]:
-    """True: the pattern means it, or a folder above it. None: it may mean something below. False: neither."""
+    """True: the pattern matches the path or a folder above it. None: it may match something below. False: neither."""
     wanted = pattern.split("/")
     at = _and_beyond({0}, wanted)
     if len(wanted) in at:  # `**` alone
@@ -68,7 +68,7 @@ def _compare(pattern: str, path: str) -> Optional[bool]:
 
 
 def _after(wanted: List[str], here: int, part: str) -> Set[int]:
-    """Where in the pattern one stands behind another part of the path."""
+    """The positions in the pattern after one more part of the path."""
     is_hidden = part.startswith(".") and not wanted[here].startswith(".")
     if is_hidden or not (wanted[here] == "**" or fnmatch.fnmatchcase(part, wanted[here])):
         return set()
@@ -76,7 +76,7 @@ def _after(wanted: List[str], here: int, part: str) -> Set[int]:
 
 
 def _and_beyond(at: Set[int], wanted: List[str]) -> Set[int]:
-    """With where one may stand too, since `**` stands for no folder as well."""
+    """Adds the positions after `**`, which may also stand for no folder."""
     found = set(at)
     for here in sorted(at):
         while here < len(wanted) and wanted[here] == "**":

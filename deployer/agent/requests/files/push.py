@@ -1,7 +1,7 @@
-"""Files of a client for a job's folder, while the job runs or after it.
+"""Writes a client's files into a job's folder, while the job runs or later.
 
-A file appears whole under its name, by a rename. The project's code and what Torchferry and the trainer keep there are
-nobody's to write.
+A file appears complete under its name, by a rename. The project's code and the files of Torchferry and the trainer
+cannot be written.
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
@@ -31,20 +31,20 @@ KEPT = re.compile(
     r"(job\.json|config(\.attempt_\d+)?\.yaml|git\.patch|status\.json|outcome\.json|memory_plan\.json|metrics\.jsonl"
     r"|samples\.jsonl|code|lib|control|ranks|logs|tokens|hang|export|profile|tensorboard)\Z|\.|.*\.tmp\Z"
 )
-"""First names in a job's folder that are not for pushed files."""
+"""Top-level names in a job's folder that are not for pushed files."""
 
 
 class _Asked(NamedTuple):
     job: str
     into: str = ""
-    """A folder below the job's."""
+    """A folder below the job's folder."""
     force: bool = False
-    """Write over files that are there with other content."""
+    """Overwrite files with other content."""
 
 
 def push(root: Root, call: Call) -> None:
-    """Asks for a tree (`need_tree`), then for the content that is not there yet (`need_blobs`); an event `pushed` says
-    what came of it. AgentError for a name that is not for pushed files, and for a file that is there with other content
+    """Requests a tree (`need_tree`), then the missing content (`need_blobs`), and sends the result as an event
+    `pushed`. Raises AgentError for a name that is not for pushed files, and for an existing file with other content
     unless `force`; then nothing is written."""
     asked = call.read(_Asked)
     job = find_folder(root, asked.job)
@@ -75,7 +75,7 @@ def _read_tree(call: Call) -> List[tree.Entry]:
 
 
 def _is_marker(entry: tree.Entry) -> bool:
-    """It comes last: a checkpoint is complete once it is there."""
+    """Whether the file is a checkpoint's marker, which is written last: with it the checkpoint is complete."""
     return os.path.basename(entry.path) == CHECKPOINT_MARKER
 
 
@@ -98,7 +98,7 @@ def _check_names(job: Job, entries: Sequence[tree.Entry]) -> None:
 
 
 def _is_there(job: Job, entry: tree.Entry) -> bool:
-    """Whether that very file is there: an earlier push may have broken off."""
+    """Whether the same file exists already: an earlier push may have been interrupted."""
     path = os.path.join(job.path, entry.path)
     try:
         info = os.lstat(path)
@@ -137,7 +137,7 @@ def _make_folder(job: Job, folder: str) -> None:
 
 
 def _take(job: Job, entries: Sequence[tree.Entry], call: Call) -> None:
-    """Writes the files as their content comes; those of one content are copies of the first."""
+    """Writes the files as their content arrives; files with the same content are copies of the first."""
     of: Dict[str, List[tree.Entry]] = {}
     for entry in entries:
         of.setdefault(entry.hash, []).append(entry)
@@ -176,7 +176,7 @@ def _copy(source: str, aside: str, path: str) -> None:
 
 
 class _Reader:
-    """Cuts what comes into the files' contents, which follow each other."""
+    """Splits the received bytes into the files' contents, which follow one another."""
 
     def __init__(self, frames: Iterable[Frame]) -> None:
         self._bodies = (body_of(frame) for frame in frames)
@@ -194,6 +194,6 @@ class _Reader:
             yield part
 
     def end(self) -> None:
-        """Reads to the client's end."""
+        """Reads up to the end of the client's stream."""
         for _ in self._bodies:
             pass

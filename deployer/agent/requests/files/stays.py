@@ -1,4 +1,4 @@
-"""What a job has written that no result holds: it stays on the host until somebody asks for it.
+"""Lists the files of a job that a pull does not copy: they stay on the host until the user requests them.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -19,7 +19,7 @@ from ...store.tree import Entry, file_hash, folders_of
 from .view import Stays
 
 OURS = re.compile(r"(code|lib|control|ranks|tokens)\Z|\.|config\.attempt_\d+\.yaml\Z|.*\.tmp\Z")
-"""Names in a job's folder that no program writes, or that are of use on the host alone."""
+"""Names in a job's folder that no program writes, or that are of use only on the host."""
 NOT_RESULTS = ("__pycache__", ".git")
 MOST_LOOKS = 200_000
 LARGEST = 3
@@ -28,7 +28,7 @@ MOST_HASHED_BYTES = 64 << 20
 
 
 def what_stays(root: Root, job: Job, plan: Optional[Plan], asked: Sequence[str]) -> Stays:
-    """What the job wrote into its folder and its code, without what is below the `asked` paths."""
+    """The files that the job wrote into its folder and its code, without those below the `asked` paths."""
     looks = _Looks(job.path, asked)
     found: List[Tuple[int, str, str]] = []  # size, path, the name that brings it
     for name in sorted(os.listdir(job.path)):
@@ -53,14 +53,14 @@ def _has_setup(plan: Optional[Plan]) -> bool:
 
 
 def _names(names: List[str]) -> Tuple[str, ...]:
-    """The project's ones as they are called there, or all of it where they are too many."""
+    """The names for a pull: the project's files by their own names, or all of its code if there are too many."""
     own = [name for name in names if name.startswith("code/")]
     others = [name for name in names if name not in own]
     return (*others, *(["code"] if len(own) > MOST_NAMES else [name[len("code/") :] for name in own]))
 
 
 class _Looks:
-    """Walks through a job's folder, so far and no further."""
+    """Walks through a job's folder, up to a maximum number of files."""
 
     def __init__(self, base: str, asked: Sequence[str]) -> None:
         self.left = MOST_LOOKS
@@ -68,7 +68,7 @@ class _Looks:
         self._asked = set(asked)
 
     def below(self, part: str) -> Iterator[Tuple[str, os.stat_result]]:
-        """Every regular file of that path and below it, relative to the job's folder."""
+        """Every regular file at this path and below it, relative to the job's folder."""
         waiting = [part]
         while waiting and self.left > 0:
             path = waiting.pop()
@@ -93,7 +93,7 @@ class _Shipped:
         self._entries: Optional[Dict[str, Entry]] = None
         self._folders: Set[str] = set()
         record = known_record(job)
-        # where its setup's files are kept: those are no work of the job
+        # the folder of its setup's files, which do not count as the job's
         self._made = os.path.join(slot_of(read_word(job)[0] or Status(LOST), "setup"), MADE) if _has_setup(plan) else ""
         self._since_ns = (record.created_at or 0.0) * 1e9 if record is not None else 0.0
         try:
@@ -131,7 +131,7 @@ class _Shipped:
         return (kept.st_size, kept.st_mtime_ns) == (info.st_size, info.st_mtime_ns)
 
     def name_of(self, path: str) -> str:
-        """The topmost folder that was not sent, or the file itself."""
+        """The topmost folder that was not sent, or else the file itself."""
         parts = path.split("/")
         if self._entries is None:
             return "/".join(parts[:2])

@@ -1,29 +1,27 @@
-"""What a pull asks of a host, and what the host says of a job's files, of those that a push brought too.
+"""The requests of a pull and the host's answers about a job's files, pushed ones included.
 
-Stdlib only, Python 3.8: both ends use it.
+Stdlib only, Python 3.8: both sides use it.
 """
 
 from typing import NamedTuple, Optional, Tuple
 
 CODE = "code/"
-"""Before the path of a file of the project."""
+"""Prefix of the path of a project file."""
 DIGEST_BYTES = 16
 LINKS = 8
-"""So many links are named."""
+"""How many links are named."""
 
 
 class FilesRequest(NamedTuple):
-    """The files of a job that a client asks for."""
-
     job: str
     parts: Tuple[str, ...] = ()
-    """Names in its folder that may be there."""
+    """Names in the job's folder; a missing one is no error."""
     named: Tuple[str, ...] = ()
-    """Paths in its folder or its code that somebody asks for."""
+    """Paths in the job's folder or its code that the user requests."""
     outputs: bool = False
-    """Those that its plan names, too."""
+    """Also the paths that the job's plan names."""
     stays: bool = False
-    """Say what else the job has written."""
+    """Also list the other files that the job has written."""
 
 
 class FileRow(NamedTuple):
@@ -34,7 +32,7 @@ class FileRow(NamedTuple):
     mtime_ns: int
     """0 for a time before 1970."""
     inode: str
-    """In digits: some file systems use all 64 bits."""
+    """As decimal digits: some file systems use all 64 bits."""
     stored: int
     """Bytes on the disk."""
 
@@ -47,16 +45,16 @@ class Names(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A range of a file that a client asks for."""
+    """A range of a file that a client requests."""
 
     path: str
     inode: str
     offset: int
     length: int
     version: Optional[Tuple[int, ...]] = None
-    """Size and time of a file that must be the one that was listed; None of one that may have grown."""
+    """Size and time of the listed file, which must be unchanged; None for a file that may have grown."""
     have: Optional[str] = None
-    """The hash of what the client holds already."""
+    """The hash of the client's bytes."""
 
 
 class FetchRequest(NamedTuple):
@@ -68,37 +66,35 @@ class PieceEnd(NamedTuple):
     """The result of reading one piece."""
 
     digest: str = ""
-    """Of the bytes as they were read."""
+    """The hash of the bytes that were read."""
     same: bool = False
-    """The client has them."""
+    """The client has the same bytes."""
     changed: bool = False
-    """The file is no longer the one that was listed."""
+    """The file is not the listed one any more."""
     gone: bool = False
     hole: bool = False
-    """The file has none but zeros there: a log whose oldest part was dropped."""
+    """The range is all zeros: the dropped part of a log."""
     unreadable: str = ""
 
 
 class Stays(NamedTuple):
-    """Files that stay, in short."""
+    """A summary of the files that a pull does not copy."""
 
     files: int = 0
     size_bytes: int = 0
     largest: Tuple[str, ...] = ()
     """The first few of them, relative to the job's folder."""
     names: Tuple[str, ...] = ()
-    """What names all of them to a pull."""
+    """Names with which a pull copies all of them."""
     at_least: bool = False
-    """There are more files than were looked at."""
+    """There are more files than were counted."""
 
 
 class Pushed(NamedTuple):
-    """The result of a push."""
-
     job_id: str
     path: str
     """The job's folder."""
     written: int
-    """Files."""
+    """Number of files written."""
     there: int
-    """Files that were there already, with the same content."""
+    """Number of files that already existed with the same content."""
