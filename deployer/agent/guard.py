@@ -25,7 +25,7 @@ class Refused(OSError):
     hint = ""
 
 
-def settle_home(*, must_be_ours: bool) -> None:
+def correct_home(*, must_be_ours: bool) -> None:
     """HOME, where it is empty, relative, `/` (nobody's home) or, with `must_be_ours`, no folder or another account's,
     becomes what the account's entry says."""
     if _is_home(os.environ.get("HOME", ""), must_be_ours):

@@ -135,7 +135,7 @@ class Landing:
         except OSError:
             return 0
 
-    def settle(self, part: str, path: str, *, mtime_ns: int) -> None:
+    def publish(self, part: str, path: str, *, mtime_ns: int) -> None:
         """Gives a complete part its name."""
         with self._explained(path), self._folder_of(path, make=True) as (folder, name):
             os.utime(part, ns=(mtime_ns, mtime_ns), dir_fd=self._gathering, follow_symlinks=False)
@@ -154,7 +154,7 @@ class Landing:
                 os.utime(file.fileno(), ns=(mtime_ns, mtime_ns))
         self.drop_part(part)
 
-    def settle_folder(self, path: str, names: Sequence[str]) -> None:
+    def publish_folder(self, path: str, names: Sequence[str]) -> None:
         """Moves a folder that has gathered, with just these files in it, to its place; an older one there goes."""
         staged = self.target / GATHERING / path
         for found in staged.rglob("*"):

@@ -179,7 +179,7 @@ class Download:
         if self._start:
             self._landing.append(self._part, file.path, start=self._start, mtime_ns=file.mtime_ns)
         else:
-            self._landing.settle(self._part, place_of(file), mtime_ns=file.mtime_ns)
+            self._landing.publish(self._part, place_of(file), mtime_ns=file.mtime_ns)
         self._landing.drop_part(self._journal)
 
     def _note(self, number: int) -> None:

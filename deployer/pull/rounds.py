@@ -214,7 +214,7 @@ class _Pull:
             if name in failures:
                 self._landing.drop_folder(name)
             else:
-                self._landing.settle_folder(name, [file.path[len(name) + 1 :] for file in files])
+                self._landing.publish_folder(name, [file.path[len(name) + 1 :] for file in files])
         except (OSError, CannotWrite) as error:
             failures.setdefault(name, self._landing.why_not(error, name))
 

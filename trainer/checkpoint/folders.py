@@ -70,7 +70,7 @@ def is_complete(path: Path) -> bool:
     return (path / CHECKPOINT_MARKER).exists() and (path / METADATA_FILE).exists()
 
 
-def settle(folder: Path) -> dict[int, Path]:
+def restore_replaced(folder: Path) -> dict[int, Path]:
     """Give back the name of each checkpoint whose replacement broke off, and return the folders with a checkpoint's
     final name that are not complete, by step, ascending. Only for who has taken the run folder."""
     paths = _listed(folder)
@@ -122,7 +122,7 @@ def commit(aside: Path, final: Path, info: dict[str, Any], at: Callable[[str], N
     replaced = aside.with_name(f"{aside.name}_replaced")
     if final.exists():  # an incomplete folder of the same step, or a complete one of a run started over
         final.rename(replaced)  # in one piece: half deleted it could still look complete
-        at("replaced")  # who is killed here leaves what `settle` gives back
+        at("replaced")  # who is killed here leaves what `restore_replaced` gives back
     try:
         aside.rename(final)
     except OSError:

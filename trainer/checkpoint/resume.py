@@ -18,8 +18,8 @@ from trainer.checkpoint.folders import (
     is_complete,
     missing,
     newest_complete,
+    restore_replaced,
     set_aside,
-    settle,
     steps_in,
 )
 from trainer.checkpoint.load import Resumed, load, verify
@@ -204,7 +204,7 @@ def render_horizon(config: Config, *, step: int, before: int | None, now: int, p
 
 def _own(folder: Path) -> Choice:
     try:
-        incomplete = settle(folder)
+        incomplete = restore_replaced(folder)
         return Choice(list(reversed(steps_in(folder).values())), list(incomplete.values()))
     except OSError as error:
         reason = f"cannot list the checkpoints in {folder}: {error.strerror}"

@@ -24,7 +24,7 @@ from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import Manifest, damages, newest_complete
 from trainer.checkpoint.load import read_info
 from trainer.dist import Dist
-from trainer.run_folder import release_all, taken_by
+from trainer.run_folder import acquire_run_folder, release_all
 from trainer.saver.process import Launched, launch_saver
 from trainer.saver.writer import AsyncSave, Writer
 from trainer.train import loop
@@ -206,12 +206,12 @@ def test_run_saves_through_a_process_of_its_own_that_sees_no_gpu_and_heeds_no_si
 
 
 def test_run_folder_is_in_use_as_long_as_a_saver_lives(tmp_path):
-    assert taken_by(tmp_path, patience_s=0) is None
+    assert acquire_run_folder(tmp_path, patience_s=0) is None
     saver = launch_saver()
     release_all()  # as the end of the trainer does
-    assert "in use by another run" in taken_by(tmp_path, patience_s=0)
+    assert "in use by another run" in acquire_run_folder(tmp_path, patience_s=0)
     saver.end()
-    assert taken_by(tmp_path, patience_s=0) is None
+    assert acquire_run_folder(tmp_path, patience_s=0) is None
     release_all()
 
 
