@@ -249,7 +249,7 @@ def last_asked(ssh: str | None, root: str) -> float | None:
     return _read_note(ssh, root).asked_at
 
 
-class _Place(NamedTuple):
+class _HostKey(NamedTuple):
     """The host that a note is about."""
 
     root: str
@@ -261,7 +261,7 @@ def noted_places() -> list[JobRecord]:
     found = []
     for path in (state_dir() / "hosts").glob("*.json"):
         with suppress(OSError, Damage):
-            place = read_typed(str(path), _Place, most=MAX_NOTE)
+            place = read_typed(str(path), _HostKey, most=MAX_NOTE)
             record = JobRecord("", "", place.ssh, place.root, "", "")
             _check_place(record)
             found.append(record)

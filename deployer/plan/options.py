@@ -36,7 +36,7 @@ class Options:
     each --env, the names to add for target.secrets; nothing of what the command line does not say."""
 
 
-class Asked(NamedTuple):
+class LaunchSpec(NamedTuple):
     config: Config
     """With the command line's options applied."""
     command: Command | None
@@ -45,7 +45,7 @@ class Asked(NamedTuple):
     """The keys of the config that somebody gave; of no interest to a program."""
 
 
-def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: None) -> Asked:
+def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: None) -> LaunchSpec:
     """What a launch is asked for. UsageError for a mistake.
 
     `tell` hears what the config has without effect.
@@ -65,20 +65,20 @@ def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: 
     elif command is not None:
         for note in without_effect(command, config.target, options.keys):
             tell(note)
-    return Asked(config, command, given)
+    return LaunchSpec(config, command, given)
 
 
-def with_defaults(asked: Asked, defaults: Mapping[str, Any]) -> tuple[Asked, set[str]]:
+def with_defaults(spec: LaunchSpec, defaults: Mapping[str, Any]) -> tuple[LaunchSpec, set[str]]:
     """What a config asks for with these values of keys that it does not give, and which those are. UsageError where
     the two do not go together."""
-    own = {*asked.given, *(f"target.env.{name}" for name in asked.config.target.env)}
+    own = {*spec.given, *(f"target.env.{name}" for name in spec.config.target.env)}
     used = {key: value for key, value in defaults.items() if key not in own}
     if not used:
-        return asked, set()
-    config = with_changes(asked.config, used)
+        return spec, set()
+    config = with_changes(spec.config, used)
     _check(config)
-    given = asked.given | {".".join(key.split(".")[:2]) for key in used}
-    return asked._replace(config=config, given=given), set(used)
+    given = spec.given | {".".join(key.split(".")[:2]) for key in used}
+    return spec._replace(config=config, given=given), set(used)
 
 
 def without_effect(command: Command, target: TargetConfig, given: Mapping[str, Any]) -> Iterator[str]:

@@ -46,7 +46,7 @@ LOOK_S = 2.0
 """Seconds to wait for a lock of a job: a process that only reads how the job ended may hold it for a moment."""
 
 
-class _Asked(NamedTuple):
+class _GcRequest(NamedTuple):
     dry_run: bool = False
     older_than_s: Optional[float] = None
     max_bytes: Optional[int] = None
@@ -58,12 +58,12 @@ class _Asked(NamedTuple):
 def gc(root: Root, call: Call) -> None:
     """Tells what would go; removes it unless `dry_run`. `only`: the ids of the jobs that somebody has agreed to.
     `unfetched`: what nobody has brought home of these jobs is told too."""
-    asked = call.read(_Asked)
-    only = None if asked.only is None else frozenset(asked.only)
-    policy = Policy(asked.older_than_s, asked.max_bytes, asked.keep_jobs, only)
+    request = call.read(_GcRequest)
+    only = None if request.only is None else frozenset(request.only)
+    policy = Policy(request.older_than_s, request.max_bytes, request.keep_jobs, only)
     seen = read_inventory(root)
-    unfetched = _unfetched(root, choose(seen, policy).jobs) if asked.unfetched else {}
-    chosen, remaining = (choose(seen, policy), []) if asked.dry_run else collect(root, seen, policy)
+    unfetched = _unfetched(root, choose(seen, policy).jobs) if request.unfetched else {}
+    chosen, remaining = (choose(seen, policy), []) if request.dry_run else collect(root, seen, policy)
     call.send_event("gc", to_json(report(root, seen, chosen, remaining, unfetched)))
 
 

@@ -26,7 +26,7 @@ from ..host.errors import AgentError
 from ..host.locks import lock_holders, lock_key, take_lock
 from ..host.processes import uid_of, user_name
 from ..host.typed import Damage, parse
-from .places import Place, Places, locked, opened, unusable
+from .places import LeaseDir, LeaseDirs, locked, opened, unusable
 from .view import LEASE, Claim, Handed
 
 MUTEX_S = 10.0
@@ -129,7 +129,7 @@ def show_again(held: Held) -> Held:
 class Claims:
     """The claims of places that are held; see `claiming`."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: LeaseDirs) -> None:
         self._places = places
 
     def read(self) -> List[Claim]:
@@ -171,7 +171,7 @@ def _text(claim: Claim) -> str:
     return json.dumps({key: getattr(claim, key) for key in _WRITTEN})
 
 
-def _make(place: Place, claim: Claim) -> Tuple[int, str]:
+def _make(place: LeaseDir, claim: Claim) -> Tuple[int, str]:
     """A claim's file in a place, locked before anybody else can open it: (descriptor for reading, path)."""
     text = _text(claim)
     new, name = "%snew-%s" % (place.prefix, os.urandom(8).hex()), place.name(claim.job)
@@ -197,7 +197,7 @@ def _make(place: Place, claim: Claim) -> Tuple[int, str]:
     return held, os.path.join(place.path, name)
 
 
-def _link(fd: int, place: Place, job: str) -> str:
+def _link(fd: int, place: LeaseDir, job: str) -> str:
     """Gives the open file a name in a place, as far as that can be written to. Where not, its path leads nowhere, and
     another try is due."""
     name = place.name(job)
@@ -209,7 +209,7 @@ def _link(fd: int, place: Place, job: str) -> str:
     return os.path.join(place.path, name)
 
 
-def _unlink_quietly(name: str, place: Place) -> None:
+def _unlink_quietly(name: str, place: LeaseDir) -> None:
     try:
         os.unlink(name, dir_fd=place.fd)
     except OSError:
@@ -260,7 +260,7 @@ def _is_ours_open(found: os.stat_result) -> bool:
     return False
 
 
-def _read_all(places: Places) -> List[Claim]:
+def _read_all(places: LeaseDirs) -> List[Claim]:
     found: Dict[str, Claim] = {}
     for place, name in places.candidates():
         claim = _read(place, name)
@@ -269,7 +269,7 @@ def _read_all(places: Places) -> List[Claim]:
     return _with_lockers(list(found.values()))
 
 
-def _read(place: Place, name: str) -> Optional[Claim]:
+def _read(place: LeaseDir, name: str) -> Optional[Claim]:
     """None for a stale claim, which is removed when it is ours, and for any other file. AgentError where that cannot be
     told: it could be somebody's."""
     try:
@@ -296,14 +296,14 @@ def _read(place: Place, name: str) -> Optional[Claim]:
         os.close(fd)
 
 
-def _of_all(place: Place, name: str) -> Claim:
+def _of_all(place: LeaseDir, name: str) -> Claim:
     """What is held by a file that makes no sense, of a disk that fails or of another version: it may be of any
     GPU, so it counts for all."""
     found = place.claims.match(name)
     return Claim(LEASE, found.group(1) if found else "", ())
 
 
-def _unreadable(place: Place, name: str, error: OSError) -> AgentError:
+def _unreadable(place: LeaseDir, name: str, error: OSError) -> AgentError:
     try:
         uid = os.stat(name, dir_fd=place.fd, follow_symlinks=False).st_uid
     except OSError:

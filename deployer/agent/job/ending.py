@@ -88,7 +88,7 @@ class Ending(NamedTuple):
     hint: str = ""
     first_failing_group: str = ""
     """Its folder; empty for a job's only one."""
-    # what a look at the host adds: see death.py
+    # what a look at the host adds: see failure.py
     causes: Tuple[str, ...] = ()
     missing: Tuple[Missing, ...] = ()
     log: Optional[str] = None

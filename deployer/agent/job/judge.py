@@ -11,7 +11,7 @@ from typing import List, Optional
 from ..host.layout import Job
 from ..host.locks import is_held
 from ..host.machine import boot_id, is_alive, this_machine
-from ..host.marks import Found, Look, is_here, supervises
+from ..host.marks import Found, ProcessSnapshot, is_here, supervises
 from ..host.processes import Process, is_running
 from .ending import Evidence, decide_ending, group_ends, read_outcome, read_ranks
 from .status import (
@@ -22,10 +22,10 @@ from .status import (
     RUNNING,
     TOOL_FAILED,
     Status,
-    Word,
+    StoredStatus,
     former_attempt,
     main_processes,
-    read_word,
+    read_stored_status,
     utc,
     write_status,
 )
@@ -37,34 +37,34 @@ LAUNCH_S = 60.0
 """A job folder without a status may be this old before its launch counts as broken off."""
 
 
-def judge(job: Job, look: Optional[Look] = None, *, is_locked: bool = False) -> Status:
+def judge(job: Job, snapshot: Optional[ProcessSnapshot] = None, *, is_locked: bool = False) -> Status:
     """The job's status as it really is: the written one, with `state`, `code` and `reason` put right.
 
     `on_host` names the machine when it is another one's job, which is then shown as written. A job whose supervisor is
     gone gets its final status written here, once. `damaged` says why the written one is not believed: then the
-    processes tell whether it runs. `look`: of a moment ago, for many jobs at once. `is_locked`: whoever asks holds the
-    job's lock, so nobody launches it.
+    processes tell whether it runs. `snapshot`: of a moment ago, for many jobs at once. `is_locked`: whoever asks holds
+    the job's lock, so nobody launches it.
     """
-    word = read_word(job)
+    stored = read_stored_status(job)
     for _ in range(TURNS):
-        if word.status is not None and _is_beyond_doubt(job, word.status):
-            return word.status
-        found = (look or Look()).of(job)
-        latest = read_word(job)
-        if latest.status is None and word.status is not None:
-            latest = word
+        if stored.status is not None and _is_beyond_doubt(job, stored.status):
+            return stored.status
+        found = (snapshot or ProcessSnapshot()).of(job)
+        latest = read_stored_status(job)
+        if latest.status is None and stored.status is not None:
+            latest = stored
         # a supervisor that has begun or ended meanwhile wrote another word, and a look from before knows nothing of it
-        is_old = latest != word or (look is not None and not found.all and _may_be_orphan(word))
-        word, look = latest, None
+        is_old = latest != stored or (snapshot is not None and not found.all and _may_be_orphan(stored))
+        stored, snapshot = latest, None
         if not is_old:
             break
-    return _judge(job, word, found, is_locked)
+    return _judge(job, stored, found, is_locked)
 
 
-def _may_be_orphan(word: Word) -> bool:
+def _may_be_orphan(stored: StoredStatus) -> bool:
     """Whether it is a job of this machine that would be said to have ended where nothing of it is seen. Of a former
     boot nothing can have begun since a look."""
-    status = word.status
+    status = stored.status
     if status is None or status.state in FINAL or status.supervisor is None:
         return False
     return status.supervisor.machine_id == this_machine() and status.supervisor.boot_id == boot_id()
@@ -89,10 +89,10 @@ def _mains_of(status: Status) -> List[Process]:
     return [main for main in running if main not in left]
 
 
-def _judge(job: Job, word: Word, found: Found, is_locked: bool) -> Status:
-    status = word.status
+def _judge(job: Job, stored: StoredStatus, found: Found, is_locked: bool) -> Status:
+    status = stored.status
     if status is None:
-        return _without_status(job, word.damage, found, is_locked)
+        return _without_status(job, stored.damage, found, is_locked)
     identity = status.supervisor
     if identity is None:
         return status

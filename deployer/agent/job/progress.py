@@ -42,28 +42,29 @@ class Recent(NamedTuple):
     """Seconds of a step, over the recent ones."""
 
 
-class Mark(NamedTuple):
+class ProgressFingerprint(NamedTuple):
     """Equal as long as nothing has come about between two looks."""
 
     files: Tuple[Tuple[str, int, int], ...]  # name, size, mtime in ns
 
 
-def trainer_mark(job: Job) -> Mark:
+def trainer_fingerprint(job: Job) -> ProgressFingerprint:
     """Changes with each step, and while a checkpoint or an export is being written."""
     checkpoints = os.path.join(job.path, "checkpoints")
     aside = [os.path.join(checkpoints, name) for name in _names(checkpoints) if name.startswith(".tmp_")]
     folders = [checkpoints, *aside, os.path.join(job.path, "export")]
-    return Mark(tuple(_stats([job.metrics, *folders, *(path for folder in folders for path in _paths(folder))])))
+    paths = [job.metrics, *folders, *(path for folder in folders for path in _paths(folder))]
+    return ProgressFingerprint(tuple(_stats(paths)))
 
 
-def metrics_mark(job: Job) -> Mark:
+def metrics_fingerprint(job: Job) -> ProgressFingerprint:
     """A value that changes with each step."""
-    return Mark(tuple(_stats([job.metrics])))
+    return ProgressFingerprint(tuple(_stats([job.metrics])))
 
 
-def output_mark(job: Job, attempt: int) -> Mark:
+def output_fingerprint(job: Job, attempt: int) -> ProgressFingerprint:
     """Changes with each byte that a rank of this attempt writes."""
-    return Mark(tuple(_stats(rank_logs(job, attempt))))
+    return ProgressFingerprint(tuple(_stats(rank_logs(job, attempt))))
 
 
 def rank_logs(job: Job, attempt: int) -> List[str]:

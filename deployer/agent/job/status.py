@@ -173,7 +173,7 @@ def status_from_json(value: Any) -> Status:
     return status if value.get("groups") is not None else status._replace(groups=(from_json(value, GroupStatus),))
 
 
-class Word(NamedTuple):
+class StoredStatus(NamedTuple):
     """A job's status as it can be used: None with the reason why not."""
 
     status: Optional[Status]
@@ -183,31 +183,31 @@ class Word(NamedTuple):
 FOLDER_GONE = "its folder is gone"
 
 
-def read_word(job: Job) -> Word:
+def read_stored_status(job: Job) -> StoredStatus:
     """What the supervisor wrote last, if it is a status and this job's; nobody else needs to look at its types."""
     if not os.path.isdir(job.path):
-        return Word(None, FOLDER_GONE)
+        return StoredStatus(None, FOLDER_GONE)
     try:
         status = status_from_json(load_json(read_whole(job.status, MAX_BYTES + 1)))
     except FileNotFoundError:
-        return Word(None, "its status.json is missing")
+        return StoredStatus(None, "its status.json is missing")
     except OSError as error:
-        return Word(None, "its status.json is damaged: %s" % error.strerror)
+        return StoredStatus(None, "its status.json is damaged: %s" % error.strerror)
     except Damage as damage:
-        return Word(None, "its status.json is damaged: %s" % damage)
+        return StoredStatus(None, "its status.json is damaged: %s" % damage)
     if status.supervisor is None:
-        return Word(None, "its status.json is damaged: it names no supervisor")
+        return StoredStatus(None, "its status.json is damaged: it names no supervisor")
     whose = status.job or os.path.basename(slot_of(status, "job")) or job.id
     if whose != job.id:
-        return Word(None, "its status.json is of another job, %s" % whose[:80])
+        return StoredStatus(None, "its status.json is of another job, %s" % whose[:80])
     if not status.attempt or not status.first_attempt:  # whoever wrote a status had begun one
         status = status._replace(attempt=status.attempt or 1, first_attempt=status.first_attempt or 1)
-    return Word(status)
+    return StoredStatus(status)
 
 
 def read_status(job: Job) -> Optional[Status]:
     """What the supervisor wrote last, taken at its word; None before its start. See `judge` for the truth."""
-    return read_word(job).status
+    return read_stored_status(job).status
 
 
 def write_status(job: Job, status: Status) -> None:

@@ -66,7 +66,7 @@ def read_stop(job: Job) -> Optional[StopRequest]:
         return StopRequest(DEFAULT_GRACE_S, touched_at, mono, mono + DEFAULT_GRACE_S)
 
 
-class Asked:
+class StopState:
     """What was asked of a supervisor: by a request in the job's folder, or by a signal while that cannot be written.
     What was asked once stays asked, whatever becomes of the file."""
 

@@ -211,7 +211,7 @@ class VitalWatch:
         self._next = time.monotonic() + SAMPLE_S
         return True
 
-    def at_death(self, named: Sequence[str], gpus: Callable[[], Gpus]) -> Vitals:
+    def at_failure(self, named: Sequence[str], gpus: Callable[[], Gpus]) -> Vitals:
         """`named`: files that the job's last words name."""
         where = {**self._places, **{path: os.path.dirname(path) for path in named}}
         none: Tuple[Room, ...] = ()

@@ -25,7 +25,7 @@ class Change(NamedTuple):
     """Its new name."""
 
 
-class Mark(NamedTuple):
+class LogMark(NamedTuple):
     """Which file it is, and the last bytes that were read of it."""
 
     inode: int = 0
@@ -36,8 +36,8 @@ class Mark(NamedTuple):
         return "%d:%s" % (self.inode, self.tail.hex())
 
     @classmethod
-    def parse(cls, text: str) -> "Mark":
-        """A Mark without values if the text is not one."""
+    def parse(cls, text: str) -> "LogMark":
+        """A LogMark without values if the text is not one."""
         inode, _, tail = text.partition(":")
         try:
             return cls(int(inode), bytes.fromhex(tail[: 2 * TAIL]))
@@ -52,7 +52,7 @@ class _RankLog(NamedTuple):
     log_inode: int = 0
 
 
-class Place(NamedTuple):
+class LogLocation(NamedTuple):
     """Where a log lies now. `change`: why not where it was."""
 
     path: str
@@ -72,7 +72,7 @@ def inode_of(path: str) -> int:
     return found.st_ino if stat.S_ISREG(found.st_mode) else 0
 
 
-def find_log(job: Job, name: LogName, inode: int = 0) -> Optional[Place]:
+def find_log(job: Job, name: LogName, inode: int = 0) -> Optional[LogLocation]:
     """The log's place: by its name, else under another one beside it, else through the process that writes it. None
     when it is gone. `inode`: the file that it is; unless given, the one that the rank's wrapper noted."""
     path = named_path(job, name)
@@ -80,15 +80,15 @@ def find_log(job: Job, name: LogName, inode: int = 0) -> Optional[Place]:
     record = _rank_log(job, name)
     wanted = inode or (record.log_inode if name.copy == 1 else 0)
     if here and wanted in (0, here):
-        return Place(path)
+        return LogLocation(path)
     moved = _moved(job, name, wanted, record.pid) if wanted else None
     if moved is not None:
         return moved
     # a file system may number its files anew; only the bytes tell then
-    return Place(path, Change(name.text, "replaced") if wanted else None) if here else None
+    return LogLocation(path, Change(name.text, "replaced") if wanted else None) if here else None
 
 
-def _moved(job: Job, name: LogName, inode: int, pid: int) -> Optional[Place]:
+def _moved(job: Job, name: LogName, inode: int, pid: int) -> Optional[LogLocation]:
     folder = job.logs(name.attempt, name.group.folder)
     try:
         others = sorted(os.listdir(folder))
@@ -96,11 +96,11 @@ def _moved(job: Job, name: LogName, inode: int, pid: int) -> Optional[Place]:
         others = []
     for other in others:
         if inode_of(os.path.join(folder, other)) == inode:
-            return Place(os.path.join(folder, other), Change(name.text, "renamed", other))
+            return LogLocation(os.path.join(folder, other), Change(name.text, "renamed", other))
     for descriptor in (1, 2) if pid else ():
         path = "/proc/%d/fd/%d" % (pid, descriptor)
         if inode_of(path) == inode:
-            return Place(path, Change(name.text, "removed"))
+            return LogLocation(path, Change(name.text, "removed"))
     return None
 
 
@@ -134,8 +134,8 @@ class Stream:
         """It has been told that it is no longer where it was made."""
 
     @property
-    def mark(self) -> Mark:
-        return Mark(self.inode, self.tail)
+    def mark(self) -> LogMark:
+        return LogMark(self.inode, self.tail)
 
     def read(self, size: int, first_kept: int) -> Optional[bytes]:
         """What follows, at most `size` bytes; None when this is no longer what was read before: it was cut. Before

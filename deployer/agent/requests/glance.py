@@ -15,7 +15,7 @@ from ..host import environment
 from ..host.errors import AgentError
 from ..host.files import open_regular
 from ..host.layout import Job, Root
-from ..host.marks import Look
+from ..host.marks import ProcessSnapshot
 from ..host.typed import Damage, from_json, load_json, to_json
 from ..job import progress
 from ..job.views import Glance, GlanceRequest, NewMetrics
@@ -35,7 +35,7 @@ LOG_LINES, LOG_LINE, LOG_CHARACTERS = 40, 200, 2500
 def glance(root: Root, call: Call) -> None:
     asked = call.read(GlanceRequest)
     job = find_folder(root, asked.job, kind="unknown_job")
-    row = row_of(job, Look())
+    row = row_of(job, ProcessSnapshot())
     gpus, no_gpus = _gpus()
     log = _log(job)
     mark = "%08x" % zlib.crc32(log.encode("utf-8", "surrogatepass"))

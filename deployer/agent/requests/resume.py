@@ -12,7 +12,7 @@ from ..host.files import remove, write_whole
 from ..host.layout import Job, Root
 from ..host.locks import locked, store_in_use
 from ..host.machine import boot_id
-from ..host.marks import Look
+from ..host.marks import ProcessSnapshot
 from ..host.processes import still_there
 from ..host.typed import Damage, to_json
 from ..job import progress
@@ -118,10 +118,10 @@ def _await_gone(job: Job, status: Status) -> None:
     """The supervisor writes the final status just before it ends, and only one may hold a job. AgentError when
     something of the job is still there."""
     deadline = time.monotonic() + GONE_S
-    found = Look().of(job)
+    found = ProcessSnapshot().of(job)
     while found.supervisors and not found.others and time.monotonic() < deadline:
         time.sleep(0.01)
-        found = Look().of(job)
+        found = ProcessSnapshot().of(job)
     left = {*found.all, *still_there(status.remaining)}
     if left:
         pids = ", ".join(str(process.pid) for process in sorted(left)[:6])

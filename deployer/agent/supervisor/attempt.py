@@ -46,7 +46,7 @@ class Attempt:
         self._restarted = restarted
         self._gpus = gpus
         self._watch: Optional[Watch] = None
-        self._metrics_before = progress.metrics_mark(turn.job)
+        self._metrics_before = progress.metrics_fingerprint(turn.job)
 
     def run(self) -> Ending:
         """Runs one attempt, from the preparation to the verdict."""
@@ -61,7 +61,7 @@ class Attempt:
         try:
             self._start()
         except Stopped:
-            stop = self._turn.asked.read()
+            stop = self._turn.stop_state.read()
             reason = (stop.reason if stop else "") or "stopped on request"
             return Ending(STOPPED, None, reason + ", before it had started")
         except AgentError as e:
@@ -85,7 +85,7 @@ class Attempt:
     def report(self, ending: Ending) -> AttemptReport:
         """What the status keeps of this attempt once it has ended."""
         job, now = self._turn.job, self._turn.status.now
-        has_stepped = is_trainer(self._given.plan) and progress.metrics_mark(job) != self._metrics_before
+        has_stepped = is_trainer(self._given.plan) and progress.metrics_fingerprint(job) != self._metrics_before
         return AttemptReport(
             self._number,
             ending.state,
@@ -159,17 +159,17 @@ class Attempt:
         if ending.state not in (FAILED, LOST):
             return ending
         try:
-            from ..job.death import Look
+            from ..job.failure import FailureAnalysis
             from ..job.vitals import VitalWatch
 
             now = self._turn.status.now
             python = (self._given.plan.python, slot_of(now, "python"))
-            look = Look(self._turn.job, self._number, now.devices, self._env(), python)
+            analysis = FailureAnalysis(self._turn.job, self._number, now.devices, self._env(), python)
             watch = self._watch.host_at_start() if self._watch is not None else VitalWatch(self._places())
             pids = [rank.pid for rank in evidence.ranks] if evidence is not None else []
             pids += [process.pid for process in leftovers(self._turn.job)]
             memory = evidence.memory if evidence is not None else None
-            return look.explain(ending, watch, memory=memory, pids=pids, started=self._watch is not None)
+            return analysis.explain(ending, watch, memory=memory, pids=pids, started=self._watch is not None)
         except Exception:
             import traceback
 

@@ -28,7 +28,7 @@ from ..job.status import (
     TOOL_FAILED,
     Status,
     gpus_of,
-    read_word,
+    read_stored_status,
     utc,
     visible_gpus,
 )
@@ -87,7 +87,7 @@ class JobRun:
     def _first_status(self) -> Status:
         """What stands already: all of it for an adopted job, of a resumed one the attempts that have ended."""
         number = self.given.attempt
-        before, damage = read_word(self.job)
+        before, damage = read_stored_status(self.job)
         if self.given.adopt:
             kept = Status(RUNNING, attempt=number, first_attempt=number, max_attempts=number, warnings=(damage,))
             if before is not None and before.state in FINAL:  # which its processes have proved wrong
@@ -164,7 +164,7 @@ class JobRun:
             reason = "it waited for %s, and the supervisor that knew its secrets was killed; resume it" % names
             return Ending(LOST, TOOL_FAILED, reason)
         others = Others(Root(os.path.dirname(os.path.dirname(self.job.path))), self.given.after)
-        while self._turn.asked.read() is None:
+        while self._turn.stop_state.read() is None:
             seen = others.look()
             if seen is not None and seen.never:
                 self.status.note(after=(seen.because,))
@@ -201,9 +201,9 @@ class JobRun:
 
     def _is_stopped_within(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
-        while self._turn.asked.read() is None and time.monotonic() < until:
+        while self._turn.stop_state.read() is None and time.monotonic() < until:
             self._turn.wait()
-        return self._turn.asked.read() is not None
+        return self._turn.stop_state.read() is not None
 
     def _queue(self) -> bool:
         """Waits for the job's GPUs; False when a stop was asked for meanwhile."""
@@ -216,7 +216,7 @@ class JobRun:
                 self.status.save(state=QUEUED, queue=self.gpus.view)
             if waits:
                 self._turn.wait()
-            if self._turn.asked.read() is not None:
+            if self._turn.stop_state.read() is not None:
                 return False
         return True
 
@@ -272,9 +272,9 @@ class JobRun:
             self._take_over_input()
         self._restarted = True
         until = time.monotonic() + wait_s
-        while self._turn.asked.read() is None and time.monotonic() < until:
+        while self._turn.stop_state.read() is None and time.monotonic() < until:
             self._turn.wait()
-        return self._turn.asked.read()
+        return self._turn.stop_state.read()
 
     def _take_over_input(self) -> None:
         """What the killed supervisor had been given, as far as it is kept."""
@@ -314,7 +314,7 @@ class JobRun:
         """Ends what the attempt left running."""
         if self.attempt is None:
             return
-        stop, request = self.attempt.stop, self._turn.asked.read()
+        stop, request = self.attempt.stop, self._turn.stop_state.read()
         self._seen |= stop.seen if stop is not None else set()
         signalled, self._remaining = end_all(
             self._find_leftovers,

@@ -101,8 +101,8 @@ class Stall:
         if self._running.unready():
             return time.monotonic()
         if self._is_trainer:
-            return progress.trainer_mark(self._job)
-        return progress.output_mark(self._job, self._attempt)
+            return progress.trainer_fingerprint(self._job)
+        return progress.output_fingerprint(self._job, self._attempt)
 
 
 def stalled_ending(job: Job, timeout_s: float, *, is_trainer: bool) -> Ending:

@@ -69,7 +69,7 @@ class Watch:
         return Evidence(
             ranks=read_ranks(job, self._number),
             groups=self._running.ends(),
-            stop=self._turn.asked.read(),
+            stop=self._turn.stop_state.read(),
             outcome=read_outcome(job),
             stalled=self.stall.ending,
             memory=self._host.killed(),
@@ -95,11 +95,11 @@ class Watch:
 
     def _drive_stop(self) -> None:
         """For whoever asks, or to end what has stalled; of that the ranks see no flag, for the job may restart."""
-        request = self._turn.asked.read() or self.stall.request
+        request = self._turn.stop_state.read() or self.stall.request
         if request is None:
             return
         if self.stop is None:
-            flagged = self._is_trainer and self.stall.request is None and self._turn.asked.is_flagged()
+            flagged = self._is_trainer and self.stall.request is None and self._turn.stop_state.is_flagged()
             subreaper = Subreaper(self._turn.job, self._turn.children.reap, self._turn.apart)
             self.stop = Stopping(self._running, subreaper=subreaper, flagged=flagged)
         phase = self.stop.advance(request)
@@ -132,7 +132,7 @@ class _HostWatch:
             self._oom.sample()
             if self.vitals.sample():
                 with suppress(ImportError):  # our own files may be gone: an end is told without causes then
-                    self._load_what_tells_of_a_death()
+                    self._load_failure_analysis()
 
     def killed(self) -> Optional[Memory]:
         oom = self._oom
@@ -148,9 +148,9 @@ class _HostWatch:
             from ..gpus import freed  # noqa: F401
         return OomWatch(), VitalWatch(self._where())
 
-    def _load_what_tells_of_a_death(self) -> None:
+    def _load_failure_analysis(self) -> None:
         """Later than the rest: it takes longer, and the job is only starting."""
-        from ..job import death  # noqa: F401
+        from ..job import failure  # noqa: F401
 
         if self._has_gpus:
             from ..gpus import health  # noqa: F401

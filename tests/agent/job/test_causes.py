@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deployer.agent.gpus.health import read_xids
-from deployer.agent.job.causes import Death, find_causes, named_files
+from deployer.agent.job.causes import FailureContext, find_causes, named_files
 from deployer.agent.job.missing import explain_here, find_missing
 from deployer.agent.job.status import Missing
 from deployer.agent.job.vitals import Gpus, Limits, Memory, Room, Vitals, in_time, read_gpus, read_rooms
@@ -25,7 +25,7 @@ START = Vitals((JOB, SHM), LIMITS, Memory(16 * 10**9, 8 * 10**9))
 
 
 def told(words: str = "", now: Vitals = START, start: Vitals | None = START, **more: Any) -> list[str]:
-    return [cause.line for cause in find_causes(Death(words, now, start, **more))]
+    return [cause.line for cause in find_causes(FailureContext(words, now, start, **more))]
 
 
 def rooms(job: Room = JOB, shm: Room = SHM) -> Vitals:

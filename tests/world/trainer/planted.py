@@ -100,7 +100,7 @@ PLANTED = {
         "trainer.run_folder", "        while not _try_lock(one, fcntl.LOCK_EX):\n", "        while False:\n", seed=0
     ),
     "rank that takes no part in the lock": Planted(
-        "trainer.start.rank", "            join(run_dir)\n", "            pass\n", seed=1886
+        "trainer.start.rank", "            acquire_shared(run_dir)\n", "            pass\n", seed=1886
     ),
     "lost saver's save taken for written": Planted(
         "trainer.saver.process",

@@ -58,7 +58,7 @@ class Loader(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPosition:
     """A position as a checkpoint keeps it."""
 
     step: Count

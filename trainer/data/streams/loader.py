@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.batch import Batch
 from trainer.config.batch import BatchRules
 from trainer.data.batches.micro_batches import Ranks, build_batches, padding_share, rows_of_rank
-from trainer.data.batches.steps import Ahead, Place, global_batch_size
+from trainer.data.batches.steps import Ahead, DataPosition, global_batch_size
 from trainer.data.dataset.documents import Source
 from trainer.data.dataset.report import SplitReport
 from trainer.data.rows.findings import Finding, Findings, render_findings
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WindowPlace:
-    """What a checkpoint keeps of a stream beside its `Place`."""
+    """What a checkpoint keeps of a stream beside its `DataPosition`."""
 
     window: WindowStart
 
@@ -119,7 +119,7 @@ class StreamLoader:
 
         Raises DataError when sources, seed or lay-out differ from those of the position, Damage where it is none.
         """
-        place = from_json(state, Place)
+        place = from_json(state, DataPosition)
         if place.fingerprint != self.fingerprint():
             raise DataError(
                 "the checkpoint was made with another stream: files, tokenizer, template, a key of data or train.seed "

@@ -29,7 +29,7 @@ ALIGN = 64
 PROLOGUE = struct.Struct("<8sIIQ")  # magic, version, bytes of the header, where it begins
 SECTIONS = ("ids", "offsets", "targets", "keys", "name_offsets", "names")
 CHUNK_BYTES = 1 << 20
-Place = tuple[str, int, int]
+FileSpan = tuple[str, int, int]
 """A section, the first byte in it, and bytes."""
 
 
@@ -151,16 +151,16 @@ class TokenFile:
                 hint="tokenize the texts again with the model's own tokenizer",
             )
 
-    def _place_of_name(self, index: int) -> Place:
+    def _place_of_name(self, index: int) -> FileSpan:
         begin, end = self._name_offsets[index : index + 2].tolist()
         return "names", begin, end - begin
 
-    def _place_of_targets(self, first: int, last: int) -> Place:
+    def _place_of_targets(self, first: int, last: int) -> FileSpan:
         if not self.header.has_targets:
             return "targets", 0, 0
         return "targets", first // 8, -(-last // 8) - first // 8
 
-    def _read(self, *places: Place) -> list[bytes]:
+    def _read(self, *places: FileSpan) -> list[bytes]:
         sections = self.header.sections
         try:
             return self._file.read(*((sections[name][0] + begin, size) for name, begin, size in places))

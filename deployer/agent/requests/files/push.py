@@ -34,7 +34,7 @@ KEPT = re.compile(
 """First names in a job's folder that are not for pushed files."""
 
 
-class _Asked(NamedTuple):
+class _PushRequest(NamedTuple):
     job: str
     into: str = ""
     """A folder below the job's."""
@@ -46,14 +46,14 @@ def push(root: Root, call: Call) -> None:
     """Asks for a tree (`need_tree`), then for the content that is not there yet (`need_blobs`); an event `pushed` says
     what came of it. AgentError for a name that is not for pushed files, and for a file that is there with other content
     unless `force`; then nothing is written."""
-    asked = call.read(_Asked)
-    job = find_folder(root, asked.job)
+    request = call.read(_PushRequest)
+    job = find_folder(root, request.job)
     call.send_event("need_tree")
-    entries = _below(asked.into, _read_tree(call))
+    entries = _below(request.into, _read_tree(call))
     with store_in_use(root):  # nobody collects the job meanwhile
         _check_names(job, entries)
         absent = [entry for entry in entries if not _is_there(job, entry)]
-        _check_free(job, absent, force=asked.force)
+        _check_free(job, absent, force=request.force)
         _check_room(job, absent)
         for folder in tree.folders_of(absent):
             _make_folder(job, folder)

@@ -12,7 +12,7 @@ from ...host.errors import AgentError
 from ...host.layout import Job, Root
 from ...job.plan import Plan
 from ...job.record import known_record
-from ...job.status import LOST, Status, read_word, slot_of
+from ...job.status import LOST, Status, read_stored_status, slot_of
 from ...python.made import MADE
 from ...store.content import Store
 from ...store.tree import Entry, file_hash, folders_of
@@ -94,7 +94,8 @@ class _Shipped:
         self._folders: Set[str] = set()
         record = known_record(job)
         # where its setup's files are kept: those are no work of the job
-        self._made = os.path.join(slot_of(read_word(job)[0] or Status(LOST), "setup"), MADE) if _has_setup(plan) else ""
+        status = read_stored_status(job).status or Status(LOST)
+        self._made = os.path.join(slot_of(status, "setup"), MADE) if _has_setup(plan) else ""
         self._since_ns = (record.created_at or 0.0) * 1e9 if record is not None else 0.0
         try:
             entries = Store(root).load_tree(plan.tree) if plan is not None else None

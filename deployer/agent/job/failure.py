@@ -9,7 +9,7 @@ from ..host.layout import LAUNCHER_LOG, PREPARE_LOG, Job, LogName
 from ..logs.read import log_names, log_path, tail_of
 from ..python.absent import explain_module
 from ..python.spec import PythonSpec
-from .causes import Cause, Death, find_causes, first_hint, named_files
+from .causes import Cause, FailureContext, find_causes, first_hint, named_files
 from .ending import Ending, Memory, read_outcome
 from .missing import explain_here, find_missing
 from .vitals import Gpus, VitalWatch, read_gpus
@@ -19,7 +19,7 @@ WORDS_LINES, WORDS_BYTES = 200, 64 << 10
 MOST_LOGS = 9
 
 
-class Look:
+class FailureAnalysis:
     """At the host of one attempt that has failed. `devices`: the GPUs that it holds; `env`: to ask for them with;
     `python`: what the job asked of its interpreter, and that."""
 
@@ -41,9 +41,9 @@ class Look:
         outcome = read_outcome(self._job)
         words = b"\n".join(parts).decode("utf-8", "replace") + "\n" + (outcome.error if outcome else "")
         words += "\n" + ("" if started else ending.reason)
-        now = watch.at_death(named_files(words), lambda: self._gpus(watch, pids))
+        now = watch.at_failure(named_files(words), lambda: self._gpus(watch, pids))
         says_so = memory is not None and memory.reason in ending.reason
-        death = Death(
+        failure = FailureContext(
             words,
             now if self._devices else now._replace(gpus=Gpus()),
             watch.start if started else None,
@@ -52,7 +52,7 @@ class Look:
             memory.hint if memory is not None else "",
         )
         missing = find_missing(words, self._job.code)
-        causes: List[Cause] = [*find_causes(death), *explain_here(missing, self._job.code)]
+        causes: List[Cause] = [*find_causes(failure), *explain_here(missing, self._job.code)]
         module = next((one.name for one in missing if one.kind == "module"), None)
         absent = explain_module(module, self._job.code, *self._python) if module else None
         causes += [Cause(absent.line, absent.hint)] if absent else []
