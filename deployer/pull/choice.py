@@ -56,7 +56,7 @@ class PullRequest:
     """Connections at most; None: as many as pay."""
     paths: tuple[str, ...] = ()
     """These alone, in the job's folder or its code."""
-    stays: bool = False
+    list_unpulled: bool = False
     """Hear what else the job has written."""
 
     @property

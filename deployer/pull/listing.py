@@ -9,7 +9,7 @@ from typing import Any
 
 from deployer.agent.host.files import is_path_below
 from deployer.agent.host.typed import Damage, from_json
-from deployer.agent.requests.files.view import LINKS, FileRow, Names, Stays
+from deployer.agent.requests.files.view import LINKS, FileRow, Names, UnpulledFiles
 from deployer.connection.call import Call
 from deployer.errors import HostError
 from deployer.pull.choice import ABSENT, DAMAGED, LINK, LeftOut, PullRequest, name_of
@@ -32,7 +32,7 @@ class Listing:
     """Links, asked paths that are not there, and rows that are no file."""
     outputs: tuple[str, ...] = ()
     """Paths of the project that the job's plan names."""
-    stays: Stays | None = None
+    unpulled: UnpulledFiles | None = None
 
 
 def read_listing(call: Call, request: PullRequest) -> Listing:
@@ -50,7 +50,7 @@ def read_listing(call: Call, request: PullRequest) -> Listing:
             elif name == "absent":
                 reader.take_absent(from_json(value, list[str]))
             elif name == "stays":
-                reader.stays = from_json(value, Stays)
+                reader.unpulled = from_json(value, UnpulledFiles)
         except Damage as damage:
             raise HostError(f"the host lists {name} that are not understood: {damage}") from None
     return reader.listing()
@@ -59,7 +59,7 @@ def read_listing(call: Call, request: PullRequest) -> Listing:
 class _Reader:
     def __init__(self, request: PullRequest) -> None:
         self.outputs: tuple[str, ...] = ()
-        self.stays: Stays | None = None
+        self.unpulled: UnpulledFiles | None = None
         self._request = request
         self._files: dict[str, RemoteFile] = {}
         self._left_out: list[LeftOut] = []
@@ -101,7 +101,7 @@ class _Reader:
         if self._damaged > MOST_DAMAGED:
             more = self._damaged - MOST_DAMAGED
             self._left_out.append(LeftOut(f"{more} more rows", more, 0, DAMAGED))
-        return Listing(list(self._files.values()), self._left_out, self.outputs, self.stays)
+        return Listing(list(self._files.values()), self._left_out, self.outputs, self.unpulled)
 
 
 def parse_file(row: object, request: PullRequest, outputs: Sequence[str] = ()) -> RemoteFile:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deployer.agent.host.typed import to_json
-from deployer.agent.requests.files.view import FilesRequest, Stays
+from deployer.agent.requests.files.view import FilesRequest, UnpulledFiles
 from deployer.connection.host import Host, Patience, Tell
 from deployer.connection.link import Link
 from deployer.errors import ConnectError, FerryError, LostConnection
@@ -40,7 +40,7 @@ class Pulled:
     fetched_bytes: int
     seconds: float
     left_out: tuple[LeftOut, ...]
-    stays: Stays | None = None
+    unpulled: UnpulledFiles | None = None
     """What else the job has written; None where nobody asked."""
 
     @property
@@ -120,7 +120,7 @@ class _Pull:
         left_out += listing.left_out + self._not_had(listing.files, lacking, kept=kept)
         size = sum(file.size for file in here)
         return Pulled(
-            len(here), size, self._fetched_files, self._fetched_bytes, seconds, tuple(left_out), listing.stays
+            len(here), size, self._fetched_files, self._fetched_bytes, seconds, tuple(left_out), listing.unpulled
         )
 
     def _note(self, link: Link, here: Sequence[RemoteFile]) -> None:
@@ -136,7 +136,8 @@ class _Pull:
     def _list(self) -> tuple[Link, Listing]:
         """An open link and the host's list, over connections that may break."""
         request = self._request
-        asked = FilesRequest(self._job_id, request.parts, request.paths, outputs=not request.paths, stays=request.stays)
+        outputs, stays = not request.paths, request.list_unpulled
+        asked = FilesRequest(self._job_id, request.parts, request.paths, outputs=outputs, stays=stays)
         while True:
             try:
                 link = self._host.connect(request={"op": "files", **to_json(asked)})

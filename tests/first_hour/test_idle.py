@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent.by_itself.idle import IdleGpus, IdleTime
 from deployer.agent.gpus.use import Use, parse_use
 from deployer.agent.host.layout import Job
 from deployer.agent.job.judge import judge
+from deployer.agent.unattended.idle import IdleGpus, IdleTime
 from tests.support.ferry import Ferry
 from tests.support.jobs import said, wait_for
 from tests.support.smi import fake_smi

@@ -16,7 +16,7 @@ from ..host.locks import store_alone, take_lock
 from ..host.typed import to_json
 from ..job.judge import judge
 from ..job.status import FINAL
-from ..requests.files.view import Stays
+from ..requests.files.view import UnpulledFiles
 from ..wire.conversation import Call
 from .choose import (
     AGENT,
@@ -67,7 +67,7 @@ def gc(root: Root, call: Call) -> None:
     call.send_event("gc", to_json(report(root, seen, chosen, remaining, unfetched)))
 
 
-def _unfetched(root: Root, jobs: Sequence[JobItem]) -> Dict[str, Optional[Stays]]:
+def _unfetched(root: Root, jobs: Sequence[JobItem]) -> Dict[str, Optional[UnpulledFiles]]:
     from ..requests.files.fetched import never_fetched  # walks through folders: only where somebody wants to know
 
     return {job.id: never_fetched(root, root.job(job.id)) for job in jobs[:MOST_LOOKED_INTO]}
@@ -182,7 +182,7 @@ def report(
     seen: Inventory,
     chosen: Removals,
     remaining: List[str],
-    unfetched: Mapping[str, Optional[Stays]],
+    unfetched: Mapping[str, Optional[UnpulledFiles]],
 ) -> GcReport:
     """For the client: what goes or went, why other jobs stay, and how much room there is now."""
     disk = os.statvfs(existing_folder(root.path))

@@ -5,7 +5,7 @@ Stdlib only, Python 3.8: both ends use it.
 
 from typing import NamedTuple, Optional, Tuple
 
-from ..requests.files.view import Stays
+from ..requests.files.view import UnpulledFiles
 
 
 class GoneJob(NamedTuple):
@@ -15,7 +15,7 @@ class GoneJob(NamedTuple):
     size_bytes: int
     ended_s: Optional[float] = None
     """Seconds since it ended."""
-    unfetched: Optional[Stays] = None
+    unfetched: Optional[UnpulledFiles] = None
     """What nobody has brought home of it; None where nobody has looked."""
 
 

@@ -7,7 +7,7 @@ import re
 import signal
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
-from .vitals import Limits, Room, Vitals
+from .host_resources import FileSystemUsage, HostResources, Limits
 
 FULL_BYTES = 1 << 20
 """With less, a file system counts as full: the last write of some size has failed."""
@@ -26,8 +26,8 @@ class FailureContext(NamedTuple):
     """An attempt that has failed, and its host before and after. `words`: the job's last lines."""
 
     words: str
-    now: Vitals
-    start: Optional[Vitals] = None
+    now: HostResources
+    start: Optional[HostResources] = None
     """None for one that was never started."""
     signal: Optional[int] = None
     oom: bool = False
@@ -66,20 +66,20 @@ _SHM = "docker run --shm-size=8g, or --ipc=host, gives more"
 
 def _disks(failure: FailureContext) -> Iterator[Cause]:
     said = _NO_ROOM.search(failure.words)
-    before = {room.path: room for room in failure.start.rooms} if failure.start else {}
+    before = {fs.path: fs for fs in failure.start.file_systems} if failure.start else {}
     told = False
-    for room in failure.now.rooms:
-        lack = _lack(room)
-        was = before.get(room.path)
+    for fs in failure.now.file_systems:
+        lack = _lack(fs)
+        was = before.get(fs.path)
         if lack and (said or (was is not None and not _lack(was))):
             told = True
             head = '"%s": ' % said.group() if said else ""
-            yield Cause("%sthe file system of %s %s" % (head, _where(room), lack), _hint(room))
-        if room.read_only and was is not None and not was.read_only:
+            yield Cause("%sthe file system of %s %s" % (head, _where(fs), lack), _hint(fs))
+        if fs.read_only and was is not None and not was.read_only:
             told = True
-            yield Cause("the file system of %s became read-only while it ran" % _where(room), "look at dmesg there")
-    if said and not told and failure.now.rooms:
-        free = "; ".join("%s of %s" % (_size(room.free_bytes), _where(room)) for room in failure.now.rooms[:3])
+            yield Cause("the file system of %s became read-only while it ran" % _where(fs), "look at dmesg there")
+    if said and not told and failure.now.file_systems:
+        free = "; ".join("%s of %s" % (_size(fs.free_bytes), _where(fs)) for fs in failure.now.file_systems[:3])
         yield Cause('"%s", and when it had ended there were free: %s' % (said.group(), free), _MAKE_ROOM)
     refused = _REFUSED.search(failure.words)
     if refused:
@@ -88,26 +88,26 @@ def _disks(failure: FailureContext) -> Iterator[Cause]:
         yield Cause('"%s" in its last lines: the disk refused a write or a read' % refused.group(), hint)
 
 
-def _lack(room: Room) -> str:
+def _lack(fs: FileSystemUsage) -> str:
     """What was used up, in words; empty while there is room."""
-    least = room.free_bytes if room.least_bytes is None else min(room.least_bytes, room.free_bytes)
-    inodes = [n for n in (room.inodes_free, room.least_inodes) if n is not None]
-    if room.free_bytes < FULL_BYTES:
-        return "had %s free when it ended" % _size(room.free_bytes)
-    if room.inodes_free == 0:
-        return "had no inode free when it ended (%s of space)" % _size(room.free_bytes)
+    least = fs.free_bytes if fs.least_bytes is None else min(fs.least_bytes, fs.free_bytes)
+    inodes = [n for n in (fs.inodes_free, fs.least_inodes) if n is not None]
+    if fs.free_bytes < FULL_BYTES:
+        return "had %s free when it ended" % _size(fs.free_bytes)
+    if fs.inodes_free == 0:
+        return "had no inode free when it ended (%s of space)" % _size(fs.free_bytes)
     if least < FULL_BYTES:
-        return "had only %s free while it ran (%s when it had ended)" % (_size(least), _size(room.free_bytes))
+        return "had only %s free while it ran (%s when it had ended)" % (_size(least), _size(fs.free_bytes))
     return "had no inode free while it ran" if inodes and min(inodes) == 0 else ""
 
 
-def _where(room: Room) -> str:
-    named = ", ".join(room.uses[:3])
-    return named if room.path in room.uses else "%s (%s)" % (named, room.path)
+def _where(fs: FileSystemUsage) -> str:
+    named = ", ".join(fs.uses[:3])
+    return named if fs.path in fs.uses else "%s (%s)" % (named, fs.path)
 
 
-def _hint(room: Room) -> str:
-    return _SHM if room.uses[:1] == ("/dev/shm",) else _MAKE_ROOM
+def _hint(fs: FileSystemUsage) -> str:
+    return _SHM if fs.uses[:1] == ("/dev/shm",) else _MAKE_ROOM
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _memory(failure: FailureContext) -> Iterator[Cause]:
         yield Cause('"%s": %s' % (said.group(), there), _OOM_HINT)
 
 
-def _memory_there(now: Vitals) -> str:
+def _memory_there(now: HostResources) -> str:
     limit = now.limits.group_memory
     if limit is not None and (not now.memory.total or limit < now.memory.total):
         return "its control group may take %s" % _size(limit)

@@ -68,11 +68,11 @@ class GroupEnd(NamedTuple):
     launcher_log: str = ""
     ended_mono_ns: int = 0
     """When that process was seen to have ended."""
-    spoken: str = ""
+    nonempty_log: str = ""
     """A log of it that has a byte: the launcher's, else a rank's."""
 
 
-class Memory(NamedTuple):
+class OomKill(NamedTuple):
     """The kernel has killed for lack of memory: in words, and what to do."""
 
     reason: str
@@ -103,7 +103,7 @@ class Evidence(NamedTuple):
     stop: Optional[StopRequest] = None
     outcome: Optional[Outcome] = None
     stalled: Optional[Ending] = None
-    memory: Optional[Memory] = None
+    oom_kill: Optional[OomKill] = None
 
 
 def group_ends(status: Status) -> Tuple[GroupEnd, ...]:
@@ -173,8 +173,8 @@ def decide_ending(known: Evidence) -> Optional[Ending]:
     if known.stop is not None and not _ended_before(ranks, known.groups, known.stop.requested_mono):
         reason = known.stop.reason or "stopped on request"
         ending = (ending or Ending(STOPPED, None, ""))._replace(state=STOPPED, reason=reason)
-    if ending is not None and known.memory is not None:
-        ending = with_oom(ending, known.memory)
+    if ending is not None and known.oom_kill is not None:
+        ending = with_oom(ending, known.oom_kill)
     return with_outcome(ending, known.outcome)
 
 
@@ -192,11 +192,11 @@ def with_outcome(ending: Optional[Ending], outcome: Optional[Outcome]) -> Option
     return ending
 
 
-def with_oom(ending: Ending, memory: Memory) -> Ending:
+def with_oom(ending: Ending, oom_kill: OomKill) -> Ending:
     """The verdict on a rank that the kernel killed for lack of memory; any other one is as it was."""
     if ending.state != FAILED or ending.signal != signal.SIGKILL:
         return ending
-    return ending._replace(reason=ending.reason.replace(_MAYBE_OOM, "; " + memory.reason), hint=memory.hint)
+    return ending._replace(reason=ending.reason.replace(_MAYBE_OOM, "; " + oom_kill.reason), hint=oom_kill.hint)
 
 
 # --- several groups ---------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def _by_launcher(end: GroupEnd) -> Optional[Ending]:
     signum = code - 128 if code > 128 else None
     how = "was killed by %s" % signal_name(signum) if signum else "ended with code %d" % code
     who = " ".join([*end.group.words, "launcher"])
-    where = "; see %s" % end.spoken if end.spoken else ", and nothing was written"
+    where = "; see %s" % end.nonempty_log if end.nonempty_log else ", and nothing was written"
     reason = "the %s %s, no rank's failure is known%s" % (who, how, where)
     return Ending(FAILED, code, reason, None, signum, first_failing_group=end.group.folder)
 

@@ -24,8 +24,8 @@ from .turn import Stopped, Turn
 from .watch import Watch
 
 if TYPE_CHECKING:
-    from ..by_itself.idle import IdleGpus
     from ..gpus.claim import JobGpus
+    from ..unattended.idle import IdleGpus
 
 
 class Attempt:
@@ -129,7 +129,7 @@ class Attempt:
         timeout_s = self._given.plan.policy.idle_timeout_s
         if timeout_s is None:
             return None
-        from ..by_itself.idle import IdleGpus
+        from ..unattended.idle import IdleGpus
 
         status = self._turn.status
 
@@ -143,7 +143,7 @@ class Attempt:
 
     def _places(self) -> Dict[str, str]:
         """The file systems that it uses."""
-        from ..job.vitals import places
+        from ..job.host_resources import places
 
         root = Root(os.path.dirname(os.path.dirname(self._turn.job.path)))
         return places(self._turn.job.path, root.cache, self._env())
@@ -160,16 +160,16 @@ class Attempt:
             return ending
         try:
             from ..job.failure import FailureAnalysis
-            from ..job.vitals import VitalWatch
+            from ..job.host_resources import ResourceMonitor
 
             now = self._turn.status.now
             python = (self._given.plan.python, slot_of(now, "python"))
             analysis = FailureAnalysis(self._turn.job, self._number, now.devices, self._env(), python)
-            watch = self._watch.host_at_start() if self._watch is not None else VitalWatch(self._places())
+            watch = self._watch.host_at_start() if self._watch is not None else ResourceMonitor(self._places())
             pids = [rank.pid for rank in evidence.ranks] if evidence is not None else []
             pids += [process.pid for process in leftovers(self._turn.job)]
-            memory = evidence.memory if evidence is not None else None
-            return analysis.explain(ending, watch, memory=memory, pids=pids, started=self._watch is not None)
+            oom_kill = evidence.oom_kill if evidence is not None else None
+            return analysis.explain(ending, watch, oom_kill=oom_kill, pids=pids, started=self._watch is not None)
         except Exception:
             import traceback
 

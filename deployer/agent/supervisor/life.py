@@ -157,23 +157,23 @@ class JobRun:
 
     def _await_others(self) -> Optional[Ending]:
         """Waits for the jobs that have to succeed first, then asks for the GPUs; its ending when it never starts."""
-        from ..by_itself.after import Others
+        from ..unattended.after import AwaitedJobs
 
         names = ", ".join(self.given.after)
         if self.given.adopt and self.plan.secret_names:
             reason = "it waited for %s, and the supervisor that knew its secrets was killed; resume it" % names
             return Ending(LOST, TOOL_FAILED, reason)
-        others = Others(Root(os.path.dirname(os.path.dirname(self.job.path))), self.given.after)
+        awaited = AwaitedJobs(Root(os.path.dirname(os.path.dirname(self.job.path))), self.given.after)
         while self._turn.stop_state.read() is None:
-            seen = others.look()
-            if seen is not None and seen.never:
-                self.status.note(after=(seen.because,))
-                return Ending(FAILED, TOOL_FAILED, seen.never, log="")
-            if seen is not None and not seen.left:
+            seen = awaited.poll()
+            if seen is not None and seen.refusal:
+                self.status.note(after=(seen.failed_job,))
+                return Ending(FAILED, TOOL_FAILED, seen.refusal, log="")
+            if seen is not None and not seen.awaited:
                 self.given = self.given._replace(adopt=False)
                 return self._claim()
-            if seen is not None and seen.left != self.status.now.after:
-                self.status.save(after=seen.left)
+            if seen is not None and seen.awaited != self.status.now.after:
+                self.status.save(after=seen.awaited)
             self._turn.wait()
         self.status.note(after=())
         return Ending(STOPPED, None, "stopped on request, while it waited for %s" % names)
@@ -299,7 +299,7 @@ class JobRun:
             hosts = ", ".join(self.plan.policy.notify)
             say("notify: the URL of %s was known to the supervisor that was killed: nobody is told any more" % hosts)
             return None
-        from ..by_itself.notify import Notifier
+        from ..unattended.notify import Notifier
 
         notifier = Notifier(self.given.notify, self.job, self.plan.name, self._env(), say)
         self._turn.apart = notifier.processes
@@ -349,7 +349,7 @@ class JobRun:
             self.gpus.release(ended=not self._remaining)
         self.status.save_last()
         if self._turn.tell is not None:
-            from ..by_itself.event import last_event
+            from ..unattended.event import last_event
 
             self._turn.tell(last_event(ending.state), ending)
 

@@ -11,8 +11,8 @@ from .children import Children
 from .status_file import StatusFile, say
 
 if TYPE_CHECKING:
-    from ..by_itself.event import Name
     from ..job.ending import Ending
+    from ..unattended.event import Name
 
 Hook = Callable[[], None]
 """What is looked after between two turns: called every POLL_S or sooner, quick, and does no more than is due."""

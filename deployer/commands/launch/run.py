@@ -321,7 +321,7 @@ def _bring_home(report: Report, limit: int | None) -> str:
 
     record = report.record
     try:
-        request = PullRequest(max_bytes=limit, stays=True)
+        request = PullRequest(max_bytes=limit, list_unpulled=True)
         pulled, lacks = bring_home(report.host, record.job_id, target=Path(record.results), request=request)
     except FerryError as error:
         # the job has ended all the same: its own exit code is what the command returns

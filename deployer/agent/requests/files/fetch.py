@@ -26,7 +26,7 @@ ROWS = 1000
 def files(root: Root, call: Call) -> Dict[str, str]:
     """Events `files` with a list of FileRow: the regular files below the asked parts and paths. Before them `outputs`
     with what the plan names; after them, as far as there is any, `links`: those whose files do not come by another
-    name, `absent`: asked paths that are not there, and `stays`: see stays.py.
+    name, `absent`: asked paths that are not there, and `stays`: see unpulled.py.
 
     Links are left out, and so are checkpoints that are not complete.
     """
@@ -53,9 +53,9 @@ def files(root: Root, call: Call) -> Dict[str, str]:
     if absent:
         call.send_event("absent", absent)
     if request.stays:
-        from .stays import what_stays
+        from .unpulled import list_unpulled
 
-        call.send_event("stays", to_json(what_stays(root, job, plan, found.asked)))
+        call.send_event("stays", to_json(list_unpulled(root, job, plan, found.asked)))
     return {"job_id": job.id}
 
 

@@ -13,8 +13,8 @@ from ...host.typed import Damage, read_typed, to_json
 from ...job.record import known_plan
 from ...wire.conversation import Call
 from ..jobs import find_folder
-from .stays import what_stays
-from .view import Stays
+from .unpulled import list_unpulled
+from .view import UnpulledFiles
 
 MOST_PATHS = 20_000
 MAX_BYTES = 8 << 20
@@ -59,10 +59,10 @@ def note_fetched(job: Job, paths: Sequence[str]) -> None:
             pass
 
 
-def never_fetched(root: Root, job: Job) -> Optional[Stays]:
+def never_fetched(root: Root, job: Job) -> Optional[UnpulledFiles]:
     """What the job wrote beside its records and nobody has brought home. None where that cannot be told."""
     try:
-        return what_stays(root, job, known_plan(job), (*RECORDS, *_read(job)))
+        return list_unpulled(root, job, known_plan(job), (*RECORDS, *_read(job)))
     except OSError:
         return None
 

@@ -79,7 +79,7 @@ class PieceEnd(NamedTuple):
     unreadable: str = ""
 
 
-class Stays(NamedTuple):
+class UnpulledFiles(NamedTuple):
     """Files that stay, in short."""
 
     files: int = 0

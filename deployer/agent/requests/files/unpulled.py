@@ -16,7 +16,7 @@ from ...job.status import LOST, Status, read_stored_status, slot_of
 from ...python.made import MADE
 from ...store.content import Store
 from ...store.tree import Entry, file_hash, folders_of
-from .view import Stays
+from .view import UnpulledFiles
 
 OURS = re.compile(r"(code|lib|control|ranks|tokens)\Z|\.|config\.attempt_\d+\.yaml\Z|.*\.tmp\Z")
 """Names in a job's folder that no program writes, or that are of use on the host alone."""
@@ -27,7 +27,7 @@ MOST_NAMES = 6
 MOST_HASHED_BYTES = 64 << 20
 
 
-def what_stays(root: Root, job: Job, plan: Optional[Plan], asked: Sequence[str]) -> Stays:
+def list_unpulled(root: Root, job: Job, plan: Optional[Plan], asked: Sequence[str]) -> UnpulledFiles:
     """What the job wrote into its folder and its code, without what is below the `asked` paths."""
     looks = _Looks(job.path, asked)
     found: List[Tuple[int, str, str]] = []  # size, path, the name that brings it
@@ -39,7 +39,7 @@ def what_stays(root: Root, job: Job, plan: Optional[Plan], asked: Sequence[str])
         (info.st_size, path, shipped.name_of(path)) for path, info in looks.below("code") if shipped.lacks(path, info)
     ]
     found.sort(reverse=True)
-    return Stays(
+    return UnpulledFiles(
         len(found),
         sum(size for size, _, _ in found),
         tuple(path for _, path, _ in found[:LARGEST]),

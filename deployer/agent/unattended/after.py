@@ -18,20 +18,20 @@ SEARCH_S = 10.0
 MAX_WORDS = 200
 
 
-class Verdict(NamedTuple):
-    """It waits for the jobs that are `left`; with none it starts. `never`: why it does not, `because` of which job."""
+class AfterDecision(NamedTuple):
+    """It waits for the jobs in `awaited`; with none it starts. `refusal`: why it never does, for `failed_job`."""
 
-    left: Tuple[str, ...] = ()
-    never: str = ""
-    because: str = ""
+    awaited: Tuple[str, ...] = ()
+    refusal: str = ""
+    failed_job: str = ""
 
 
-def decide(found: Sequence[Tuple[str, Status]]) -> Verdict:
+def decide(found: Sequence[Tuple[str, Status]]) -> AfterDecision:
     """`found`: each of the others as it is now. One that was started again counts as what it is by now."""
     for job_id, status in found:
         if status.state in FINAL and status.state != SUCCEEDED:
-            return Verdict(never="after %s, which %s" % (job_id, how_it_ended(status)), because=job_id)
-    return Verdict(tuple(job_id for job_id, status in found if status.state != SUCCEEDED))
+            return AfterDecision(refusal="after %s, which %s" % (job_id, how_it_ended(status)), failed_job=job_id)
+    return AfterDecision(tuple(job_id for job_id, status in found if status.state != SUCCEEDED))
 
 
 def how_it_ended(status: Status) -> str:
@@ -46,7 +46,7 @@ def how_it_ended(status: Status) -> str:
     return ends.get(status.state, "is %s" % status.state)
 
 
-class Others:
+class AwaitedJobs:
     """The jobs that one waits for. To be asked at every turn: it looks no more often than is due."""
 
     def __init__(self, root: Root, ids: Sequence[str], *, now: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +55,7 @@ class Others:
         self._now = now
         self._next_at = float("-inf")
 
-    def look(self) -> Optional[Verdict]:
+    def poll(self) -> Optional[AfterDecision]:
         """None where it is not time to look. A job that cannot be read now is as it was seen last, or waited for."""
         if self._now() < self._next_at:
             return None
@@ -69,8 +69,8 @@ class Others:
         lonely = any(status.unsupervised for status in self._seen.values())
         self._next_at = self._now() + (SEARCH_S if lonely else POLL_S)
         unread = tuple(job_id for job_id in self._jobs if job_id not in self._seen)
-        verdict = decide(list(self._seen.items()))
-        return verdict if verdict.never else verdict._replace(left=(*verdict.left, *unread))
+        decision = decide(list(self._seen.items()))
+        return decision if decision.refusal else decision._replace(awaited=(*decision.awaited, *unread))
 
     def _was_collected(self, job_id: str, status: Status) -> bool:
         """Whether it was seen to succeed and is gone since: gc may take it, for nobody waits for it any more."""
