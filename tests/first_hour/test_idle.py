@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent.gpus.use import Use, parse_use
+from deployer.agent.gpus.utilization import GpuUtilization, parse_utilization
 from deployer.agent.host.layout import Job
 from deployer.agent.job.judge import judge
 from deployer.agent.unattended.idle import IdleGpus, IdleTime
@@ -42,9 +42,9 @@ def test_only_time_in_which_all_gpus_were_seen_idle_counts() -> None:
 
 
 def test_use_is_read_as_nvidia_smi_tells_it() -> None:
-    assert parse_use("0, GPU-a, 97\n1, GPU-b, [N/A]\nFailed to initialize NVML\n") == [
-        Use("0", "GPU-a", 97),
-        Use("1", "GPU-b", None),
+    assert parse_utilization("0, GPU-a, 97\n1, GPU-b, [N/A]\nFailed to initialize NVML\n") == [
+        GpuUtilization("0", "GPU-a", 97),
+        GpuUtilization("1", "GPU-b", None),
     ]
 
 

@@ -28,17 +28,17 @@ from .choose import (
     SPARE,
     TMP,
     TREE,
+    GcObject,
     Inventory,
     JobItem,
     Policy,
     Removals,
-    Thing,
     choose,
     leftovers,
     totals,
 )
 from .inventory import read_inventory
-from .view import GcReport, GoneJob, KeptJobs
+from .view import GcReport, KeptJobs, RemovedJob
 
 MOST_LOOKED_INTO = 100
 """Jobs, for what nobody has fetched of them."""
@@ -85,12 +85,12 @@ def collect(root: Root, seen: Inventory, policy: Policy) -> Tuple[Removals, List
         chosen = choose(now, policy._replace(only=jobs))
         gone = _take_jobs(root, chosen.jobs)
         kept = [job for job in now.jobs if job not in gone]  # one that came to life keeps what it needs
-        things, refused = _take_things(root, leftovers(now, kept, policy))
-    asides = [aside for aside in (*gone.values(), *things.values()) if aside is not None]
+        objects, refused = _take_objects(root, leftovers(now, kept, policy))
+    asides = [aside for aside in (*gone.values(), *objects.values()) if aside is not None]
     for aside in asides:
         remove_folder(aside)
     left = [aside for aside in asides if os.path.lexists(aside)]
-    whole = tuple(thing for thing, aside in things.items() if aside not in left)
+    whole = tuple(obj for obj, aside in objects.items() if aside not in left)
     return Removals(tuple(gone), whole), refused + left
 
 
@@ -98,7 +98,7 @@ def _remembered(root: Root, seen: Inventory) -> Callable[[str], int]:
     """The sizes of an inventory, without another walk."""
     folders = _folders(root)
     sizes = {os.path.join(root.jobs, job.id): job.size for job in seen.jobs}
-    sizes.update((os.path.join(folders[t.kind], t.name), t.size) for t in seen.things if t.kind in folders)
+    sizes.update((os.path.join(folders[t.kind], t.name), t.size) for t in seen.objects if t.kind in folders)
     return lambda path: sizes.get(path, 0)
 
 
@@ -136,28 +136,28 @@ def _take_job(root: Root, job: Job) -> Optional[str]:
         os.close(fd)
 
 
-def _take_things(root: Root, things: Sequence[Thing]) -> Tuple[Dict[Thing, Optional[str]], List[str]]:
+def _take_objects(root: Root, objects: Sequence[GcObject]) -> Tuple[Dict[GcObject, Optional[str]], List[str]]:
     """Takes the things away: where each one lies now, None for one that is gone, and the paths of those that stayed.
 
     Trees go before blobs: a tree says that its blobs are here.
     """
     folders = {**_folders(root), TREE: root.trees, PACK: root.packs, SPARE: os.path.join(root.path, "store")}
-    taken: Dict[Thing, Optional[str]] = {}
+    taken: Dict[GcObject, Optional[str]] = {}
     stayed: List[str] = []
-    for thing in sorted(things, key=lambda thing: thing.kind in (BLOB, PACK)):
-        if thing.kind == BLOB:
-            path = os.path.join(root.blobs, thing.name[:2], thing.name[2:])
+    for obj in sorted(objects, key=lambda obj: obj.kind in (BLOB, PACK)):
+        if obj.kind == BLOB:
+            path = os.path.join(root.blobs, obj.name[:2], obj.name[2:])
         else:
-            path = os.path.join(folders[thing.kind], thing.name)
+            path = os.path.join(folders[obj.kind], obj.name)
         aside = None
-        if thing.kind in (TREE, BLOB, PACK):
+        if obj.kind in (TREE, BLOB, PACK):
             remove(path)
         else:
             aside = _take(root, path)
         if os.path.lexists(path):
             stayed.append(path)
         else:
-            taken[thing] = aside
+            taken[obj] = aside
     return taken, stayed
 
 
@@ -193,9 +193,9 @@ def report(
         ("ended", [job for job in stay if not job.foreign and job.ended_s is not None]),
     )
     return GcReport(
-        jobs=tuple(GoneJob(job.id, job.size, job.ended_s, unfetched.get(job.id)) for job in chosen.jobs),
-        rest=totals(chosen.things),
-        total_bytes=sum(job.size for job in chosen.jobs) + sum(t.size for t in chosen.things),
+        jobs=tuple(RemovedJob(job.id, job.size, job.ended_s, unfetched.get(job.id)) for job in chosen.jobs),
+        rest=totals(chosen.objects),
+        total_bytes=sum(job.size for job in chosen.jobs) + sum(t.size for t in chosen.objects),
         kept_jobs=tuple(_summary(what, jobs) for what, jobs in groups if jobs),
         remaining=tuple(remaining),
         free_bytes=disk.f_bavail * disk.f_frsize,

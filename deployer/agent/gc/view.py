@@ -8,7 +8,7 @@ from typing import NamedTuple, Optional, Tuple
 from ..requests.files.view import UnpulledFiles
 
 
-class GoneJob(NamedTuple):
+class RemovedJob(NamedTuple):
     """An ended job that `gc` removes, or has removed."""
 
     id: str
@@ -19,7 +19,7 @@ class GoneJob(NamedTuple):
     """What nobody has brought home of it; None where nobody has looked."""
 
 
-class GoneThings(NamedTuple):
+class RemovedObjects(NamedTuple):
     """Whatever else goes, of one kind."""
 
     kind: str
@@ -40,8 +40,8 @@ class KeptJobs(NamedTuple):
 class GcReport(NamedTuple):
     """What goes or went, why other jobs stay, and how much room there is now."""
 
-    jobs: Tuple[GoneJob, ...]
-    rest: Tuple[GoneThings, ...]
+    jobs: Tuple[RemovedJob, ...]
+    rest: Tuple[RemovedObjects, ...]
     total_bytes: int
     kept_jobs: Tuple[KeptJobs, ...]
     remaining: Tuple[str, ...]

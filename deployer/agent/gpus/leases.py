@@ -27,7 +27,7 @@ from ..host.locks import lock_holders, lock_key, take_lock
 from ..host.processes import uid_of, user_name
 from ..host.typed import Damage, parse
 from .places import LeaseDir, LeaseDirs, locked, opened, unusable
-from .view import LEASE, Claim, Handed
+from .view import LEASE, Claim, InheritedClaim
 
 MUTEX_S = 10.0
 """Whoever looks and claims holds the folder for milliseconds; longer than this, somebody hangs."""
@@ -41,7 +41,7 @@ _NO_CLAIM = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class Held:
+class HeldClaim:
     """A claim that this process holds by the descriptor `fd`, as does whoever inherits it; -1 for one that could not
     be made. `visible` is CUDA_VISIBLE_DEVICES for the job of a lease, `names` are its paths."""
 
@@ -52,9 +52,9 @@ class Held:
         self.names = list(names)
         self._mtime_ns = os.fstat(fd).st_mtime_ns if fd >= 0 else 0
 
-    def handed(self) -> Handed:
+    def to_inherit(self) -> InheritedClaim:
         """For a process that inherits the descriptor under its number; see take_over."""
-        return Handed(self.claim, self.visible, self.fd if self.fd >= 0 else None, tuple(self.names))
+        return InheritedClaim(self.claim, self.visible, self.fd if self.fd >= 0 else None, tuple(self.names))
 
     @property
     def is_lost(self) -> bool:
@@ -108,7 +108,7 @@ def claiming(timeout_s: float = MUTEX_S) -> Iterator["Claims"]:
         yield Claims(places)
 
 
-def show_again(held: Held) -> Held:
+def show_again(held: HeldClaim) -> HeldClaim:
     """The claim with names that lead to it; a new one where no name is left. No lock is needed: it has been held all
     the time."""
     with opened() as places:
@@ -135,7 +135,7 @@ class Claims:
     def read(self) -> List[Claim]:
         return _read_all(self._places)
 
-    def hold(self, claim: Claim, visible: str = "") -> Held:
+    def hold(self, claim: Claim, visible: str = "") -> HeldClaim:
         """Makes the claim and holds it. It appears locked, so nobody takes it for a stale one."""
         try:
             first, *more = self._places.wanted()
@@ -153,15 +153,15 @@ class Claims:
         except OSError as e:
             raise self._places.refused(e)
         made = claim._replace(uid=os.geteuid(), file=lock_key(os.fstat(fd)), since=time.time(), locker="")
-        return Held(made, visible, fd, names)
+        return HeldClaim(made, visible, fd, names)
 
 
-def take_over(handed: Handed) -> Held:
-    """A claim that another process handed over with its descriptor; see `Held.handed`."""
-    if handed.fd is None:
-        return Held(handed.claim, handed.visible)
-    os.set_inheritable(handed.fd, False)
-    return Held(handed.claim, handed.visible, handed.fd, handed.names)
+def take_over(inherited: InheritedClaim) -> HeldClaim:
+    """A claim that another process handed over with its descriptor; see `HeldClaim.to_inherit`."""
+    if inherited.fd is None:
+        return HeldClaim(inherited.claim, inherited.visible)
+    os.set_inheritable(inherited.fd, False)
+    return HeldClaim(inherited.claim, inherited.visible, inherited.fd, inherited.names)
 
 
 # --- the files --------------------------------------------------------------------------------------------------------

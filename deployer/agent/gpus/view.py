@@ -23,7 +23,7 @@ def auto_count(requested: Sequence[str]) -> int:
     return int(matches[0].group(1)) if len(matches) == 1 and matches[0] else 0
 
 
-class Wanted(NamedTuple):
+class GpuRequest(NamedTuple):
     """What a job asks for on this host."""
 
     job: str
@@ -69,7 +69,7 @@ class Claim(NamedTuple):
         return user_name(self.uid)
 
 
-class Handed(NamedTuple):
+class InheritedClaim(NamedTuple):
     """A claim on its way to a process that inherits its descriptor."""
 
     claim: Claim
@@ -80,7 +80,7 @@ class Handed(NamedTuple):
     names: Tuple[str, ...] = ()
 
 
-class Block(NamedTuple):
+class BlockedGpu(NamedTuple):
     """A GPU that is not free: by whose job it is held, or else which processes are using it."""
 
     gpu: str
@@ -108,7 +108,7 @@ class QueueView(NamedTuple):
     position: int = 0
     """0 until somebody could look."""
     wants: str = ""
-    held: Tuple[Block, ...] = ()
+    held: Tuple[BlockedGpu, ...] = ()
     before: Tuple[Waiter, ...] = ()
     trouble: str = ""
     """What keeps the host from looking."""

@@ -6,7 +6,7 @@ it chooses) stands in it as a slot. Stdlib only, Python 3.8: both ends use it.
 
 from typing import Any, Dict, Iterator, List, Literal, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-from ..gpus.view import Wanted, auto_count
+from ..gpus.view import GpuRequest, auto_count
 from ..host.layout import GroupName
 from ..host.typed import Damage, from_json
 from ..python.spec import PythonSpec
@@ -143,7 +143,7 @@ def groups_of(plan: Plan) -> Iterator[Group]:
             yield Group(role, node, devices, name.folder)
 
 
-def wanted_gpus(plan: Plan) -> Optional[Wanted]:
+def wanted_gpus(plan: Plan) -> Optional[GpuRequest]:
     """What all its groups together claim on this host; None for a job without GPUs."""
     shares = [group.devices.gpus for group in groups_of(plan) if group.devices.kind == "cuda"]
     gpus = tuple(gpu for share in shares for gpu in share)
@@ -152,7 +152,7 @@ def wanted_gpus(plan: Plan) -> Optional[Wanted]:
     if all(map(auto_count, shares)):
         gpus = ("auto:%d" % sum(map(auto_count, shares)),)
     on_cpu = "target.device=cpu" if is_trainer(plan) else "--device cpu"
-    return Wanted(plan.job_id, gpus, plan.policy.queue, plan.allow_busy, on_cpu)
+    return GpuRequest(plan.job_id, gpus, plan.policy.queue, plan.allow_busy, on_cpu)
 
 
 def visible_to(plan: Plan, group: Group, visible: str) -> str:

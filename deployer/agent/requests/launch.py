@@ -28,7 +28,7 @@ from ..supervisor import start
 from ..wire.conversation import Call
 
 if TYPE_CHECKING:
-    from ..gpus.leases import Held
+    from ..gpus.leases import HeldClaim
 
 MAX_PATCH = 4 << 20
 MIN_FREE_BYTES = 64 << 20
@@ -169,7 +169,7 @@ def _awaited(root: Root, plan: Plan) -> Tuple[str, ...]:
     return still_awaited(root, plan)
 
 
-def _claimed(plan: Plan, env: Dict[str, str], *, now: bool) -> "ContextManager[Optional[Held]]":
+def _claimed(plan: Plan, env: Dict[str, str], *, now: bool) -> "ContextManager[Optional[HeldClaim]]":
     """The plan's GPUs, held while its supervisor is started; None for a plan without, and for one that claims them
     later."""
     wanted = wanted_gpus(plan) if now else None
@@ -271,7 +271,7 @@ def launch_input(
     plan: Plan,
     request: LaunchRequest,
     env: Dict[str, str],
-    held: "Optional[Held]",
+    held: "Optional[HeldClaim]",
     after: Tuple[str, ...] = (),
 ) -> start.LaunchInput:
     return start.LaunchInput(
@@ -281,7 +281,7 @@ def launch_input(
         secrets=request.secrets,
         base_env=env,
         wheels=Store(root).shared(plan.python.wheels, "wheels") if plan.python.wheels else None,
-        held=held.handed() if held is not None else None,
+        held=held.to_inherit() if held is not None else None,
         after=after,
         notify=request.notify,
     )

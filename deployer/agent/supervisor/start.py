@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Dict, NamedTuple, Optional, Tuple
 
-from ..gpus.view import Handed
+from ..gpus.view import InheritedClaim
 from ..host.errors import AgentError
 from ..host.layout import SUPERVISOR_ENV, Job
 from ..host.locks import take_lock
@@ -39,7 +39,7 @@ class LaunchInput(NamedTuple):
     """The session's."""
     wheels: Optional[str] = None
     """The folder of those that travelled along."""
-    held: Optional[Handed] = None
+    held: Optional[InheritedClaim] = None
     """Its GPUs, or a place in their queue."""
     after: Tuple[str, ...] = ()
     """Ids of the jobs that have to succeed first; it has no GPUs before."""
