@@ -182,7 +182,7 @@ def make_transport(
 # --- a connection that broke ------------------------------------------------------------------------------------------
 
 
-class Patience:
+class ReconnectBackoff:
     """Back-off over connections that break; gives up when nothing has come for this long."""
 
     def __init__(self, tell: Tell, *, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:

@@ -12,14 +12,14 @@ from deployer.agent.host.typed import to_json
 from deployer.agent.job.status import FINAL
 from deployer.agent.requests.files.view import UnpulledFiles
 from deployer.commands.screen import ending_in_order
-from deployer.connection.host import Host, Patience
+from deployer.connection.host import Host, ReconnectBackoff
 from deployer.errors import ConnectError, FerryError, LostConnection, NotHome
 from deployer.exit_codes import NOT_HOME
 from deployer.jobs.requests import read_status
 from deployer.printable import shown
 from deployer.pull.choice import ABSENT, BEYOND_LIMIT, DAMAGED, GONE, LINK, LeftOut, PullRequest
-from deployer.pull.landing import CannotWrite
 from deployer.pull.rounds import Pulled, pull
+from deployer.pull.target import CannotWrite
 
 MOST_LINES = 8
 """So many things that are left out are told one by one."""
@@ -91,7 +91,7 @@ def _pull(host: Host, job_id: str, target: Path, request: PullRequest) -> Pulled
 
 def _watch(host: Host, job_id: str, target: Path, request: PullRequest, *, every_s: float) -> Pulled:
     """Pulls until the job has ended, and once more then."""
-    patience = Patience(terminal.notice)
+    backoff = ReconnectBackoff(terminal.notice)
     pulled: Pulled | None = None
     while True:
         try:
@@ -102,9 +102,9 @@ def _watch(host: Host, job_id: str, target: Path, request: PullRequest, *, every
         except (LostConnection, ConnectError) as error:
             if pulled is None:
                 raise
-            patience.wait(error)
+            backoff.wait(error)
         else:
-            patience.progressed()
+            backoff.progressed()
             time.sleep(every_s)
 
 

@@ -26,8 +26,8 @@ from deployer.jobs.registry import SeenJob, stamp
 from deployer.jobs.requests import stop_jobs
 from deployer.printable import shown
 from deployer.pull.choice import PullRequest
-from deployer.pull.landing import CannotWrite
 from deployer.pull.rounds import pull
+from deployer.pull.target import CannotWrite
 
 KEY_S = 0.1
 """How soon what has come is drawn; a key is answered at once."""

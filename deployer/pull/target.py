@@ -18,7 +18,7 @@ from pathlib import Path
 from deployer.agent.requests.files.view import DIGEST_BYTES
 from deployer.errors import ThisMachine
 
-GATHERING = ".pulling"
+PARTIAL_FOLDER = ".pulling"
 SAME_TIME_NS = 1_000_000
 """Two times this near are one: not every file system keeps nanoseconds."""
 COPY_BYTES = 1 << 20
@@ -34,34 +34,34 @@ class CannotWrite(ThisMachine):
         self.reason = reason
 
 
-class Landing:
+class PullTarget:
     """The target folder of one pull; use it as a context. A second pull into the same folder is refused meanwhile."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self._top = self._gathering = self._lock = -1
+        self._top = self._partial = self._lock = -1
         self._locked = False
         self._made = not target.exists()
 
-    def __enter__(self) -> Landing:
+    def __enter__(self) -> PullTarget:
         with self._explained("."):
             self.target.mkdir(parents=True, exist_ok=True)
             self._top = os.open(self.target, os.O_RDONLY | os.O_DIRECTORY)
-            self._gathering = _open_folder(self._top, [GATHERING], make=0o700)
-            if os.fstat(self._gathering).st_uid != os.geteuid():
-                whose = f"{self.target / GATHERING} belongs to somebody else"
+            self._partial = _open_folder(self._top, [PARTIAL_FOLDER], make=0o700)
+            if os.fstat(self._partial).st_uid != os.geteuid():
+                whose = f"{self.target / PARTIAL_FOLDER} belongs to somebody else"
                 raise ThisMachine(whose, hint="remove it and pull again")
-            self._lock = os.open("lock", _CREATE, 0o600, dir_fd=self._gathering)
+            self._lock = os.open("lock", _CREATE, 0o600, dir_fd=self._partial)
             self._take_lock()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._locked and os.listdir(self._gathering) == ["lock"]:  # noqa: PTH208 (a descriptor); nothing to go on with
+        if self._locked and os.listdir(self._partial) == ["lock"]:  # noqa: PTH208 (a descriptor); nothing to go on with
             self.clear()
             if self._made:
                 with suppress(OSError):  # it is not empty
                     self.target.rmdir()
-        for fd in (self._lock, self._gathering, self._top):
+        for fd in (self._lock, self._partial, self._top):
             if fd >= 0:
                 os.close(fd)
 
@@ -111,7 +111,7 @@ class Landing:
     def folds_case(self) -> bool:
         """Whether this disk ignores case in file names."""
         try:
-            os.stat("LOCK", dir_fd=self._gathering)
+            os.stat("LOCK", dir_fd=self._partial)
         except OSError:
             return False
         return True
@@ -120,26 +120,26 @@ class Landing:
 
     def open_part(self, name: str) -> int:
         """A descriptor of the file in which bytes gather, as it was left or new; also of its journal."""
-        return os.open(name, _CREATE, 0o600, dir_fd=self._gathering)
+        return os.open(name, _CREATE, 0o600, dir_fd=self._partial)
 
     def drop_part(self, name: str) -> None:
         try:
-            os.unlink(name, dir_fd=self._gathering)
+            os.unlink(name, dir_fd=self._partial)
         except FileNotFoundError:
             pass
 
     def part_size(self, name: str) -> int:
         """Bytes of a part or a journal; 0 without one."""
         try:
-            return os.stat(name, dir_fd=self._gathering, follow_symlinks=False).st_size
+            return os.stat(name, dir_fd=self._partial, follow_symlinks=False).st_size
         except OSError:
             return 0
 
     def publish(self, part: str, path: str, *, mtime_ns: int) -> None:
         """Gives a complete part its name."""
         with self._explained(path), self._folder_of(path, make=True) as (folder, name):
-            os.utime(part, ns=(mtime_ns, mtime_ns), dir_fd=self._gathering, follow_symlinks=False)
-            os.rename(part, name, src_dir_fd=self._gathering, dst_dir_fd=folder)
+            os.utime(part, ns=(mtime_ns, mtime_ns), dir_fd=self._partial, follow_symlinks=False)
+            os.rename(part, name, src_dir_fd=self._partial, dst_dir_fd=folder)
 
     def append(self, part: str, path: str, *, start: int, mtime_ns: int) -> None:
         """Puts a part behind the first `start` bytes of a file that is there.
@@ -156,7 +156,7 @@ class Landing:
 
     def publish_folder(self, path: str, names: Sequence[str]) -> None:
         """Moves a folder that has gathered, with just these files in it, to its place; an older one there goes."""
-        staged = self.target / GATHERING / path
+        staged = self.target / PARTIAL_FOLDER / path
         for found in staged.rglob("*"):
             if not found.is_dir() and str(found.relative_to(staged)) not in names:
                 found.unlink()  # of an earlier checkpoint of the same name
@@ -164,10 +164,10 @@ class Landing:
         with (
             self._explained(path),
             self._folder_of(path, make=True) as (folder, name),
-            self._folder_of(f"{GATHERING}/{path}", make=False) as (gathered, same),
+            self._folder_of(f"{PARTIAL_FOLDER}/{path}", make=False) as (gathered, same),
         ):
             try:
-                os.rename(name, _REPLACED, src_dir_fd=folder, dst_dir_fd=self._gathering)
+                os.rename(name, _REPLACED, src_dir_fd=folder, dst_dir_fd=self._partial)
             except FileNotFoundError:
                 pass
             os.rename(same, name, src_dir_fd=gathered, dst_dir_fd=folder)
@@ -175,7 +175,7 @@ class Landing:
 
     def drop_folder(self, path: str) -> None:
         """Drops what is known of a folder."""
-        staged = self.target / GATHERING / path
+        staged = self.target / PARTIAL_FOLDER / path
         if staged.is_symlink():
             staged.unlink()
         elif staged.exists():
@@ -183,7 +183,7 @@ class Landing:
 
     def clear(self) -> None:
         """Nothing is under way any more."""
-        shutil.rmtree(self.target / GATHERING, ignore_errors=True)
+        shutil.rmtree(self.target / PARTIAL_FOLDER, ignore_errors=True)
 
     @contextmanager
     def _folder_of(self, path: str, *, make: bool) -> Iterator[tuple[int, str]]:
