@@ -199,9 +199,9 @@ class PullTarget:
         try:
             yield
         except OSError as error:
-            raise self.cannot_write(path, error) from None
+            raise self.write_error(path, error) from None
 
-    def cannot_write(self, path: str, error: OSError) -> CannotWrite:
+    def write_error(self, path: str, error: OSError) -> CannotWrite:
         """The error for a file that cannot be written here."""
         what = f"cannot write {self.target / path}"
         return CannotWrite(what, reason=self.why_not(error, path), hint="--to names another folder")

@@ -68,7 +68,7 @@ def lose_a_saver(dist: Dist, folder: str, point: str) -> tuple[str, bool, str]:
         if name == point and dist.rank == dist.world_size - 1 and pids:
             os.kill(pids.pop(), signal.SIGKILL)
 
-    writer = Writer(dist, beside=replace(FORKED, launch=launch), at=at)
+    writer = Writer(dist, beside=replace(FORKED, launch=launch), on_stage=at)
     begin(writer, folder, 1, model, optimizer)
     told = ""
     try:
@@ -144,7 +144,7 @@ def test_last_save_of_a_run_is_made_again_when_its_saver_dies(rows, tmp_path, ca
         if point == "random" and (tmp_path / "checkpoints" / "step_000001").exists():
             launched.end()
 
-    loop.train(run, at=at, beside=replace(FORKED, launch=lambda: launched))
+    loop.train(run, on_stage=at, beside=replace(FORKED, launch=lambda: launched))
     assert "was ended by signal 9" in (told := capfd.readouterr().out)
     assert "it is saved again" in told
     path = newest_complete(tmp_path / "checkpoints")
@@ -162,7 +162,7 @@ def hear_of_a_lost_saver(dist: Dist, rows: str, folder: str) -> tuple[bool, bool
             time.sleep(0.5)
             launched.end()
 
-    saver = Saver(run, at=at, beside=replace(FORKED, launch=lambda: launched))
+    saver = Saver(run, on_stage=at, beside=replace(FORKED, launch=lambda: launched))
     train_step(run, 0, lr=0.0)
     saver.save(1, must_succeed=False)
     is_async = saver.is_async()

@@ -65,7 +65,7 @@ def stop_in_save(dist: Dist, rows: str, run_dir: str) -> tuple[int, bool]:
         if point == "shards" and dist.is_main:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    result = loop.train(run, at=at)
+    result = loop.train(run, on_stage=at)
     return result.step, result.stopped
 
 
@@ -159,7 +159,7 @@ def test_disk_that_fills_up_is_told_with_figures_and_training_goes_on(rows, smal
             (small_disk / "ballast").write_bytes(bytes(5 * 2**20))
 
     with pytest.raises(CheckpointError, match=r"it needs \d+.\d+ MiB and \d.\d+ MiB are free"):
-        loop.train(run, at=fill)  # the last save must succeed
+        loop.train(run, on_stage=fill)  # the last save must succeed
     run.log.close()
     told = capfd.readouterr().out
     assert "MiB are free. Free some space, or lower train.keep_last; training goes on from memory" in told
