@@ -198,7 +198,7 @@ def _value_of(config: Config, key: str) -> Any:
 
 
 def read_settings(request: Request) -> dict[str, dict[str, Any]]:
-    """The settings of a request as the sections of a config. Damage for one that is none."""
+    """The settings of a request as the sections of a config. InvalidData for one that is none."""
     tree: dict[str, dict[str, Any]] = {}
     for setting in request.overrides:
         key, _, value = setting.partition("=")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deployer.agent.host.files import is_path_below
-from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.host.typed import InvalidData, from_json
 from deployer.agent.requests.files.view import LINKS, FileRow, Names, UnpulledFiles
 from deployer.connection.call import Call
 from deployer.errors import HostError
@@ -51,7 +51,7 @@ def read_listing(call: Call, request: PullRequest) -> Listing:
                 reader.take_absent(from_json(value, list[str]))
             elif name == "stays":
                 reader.unpulled = from_json(value, UnpulledFiles)
-        except Damage as damage:
+        except InvalidData as damage:
             raise HostError(f"the host lists {name} that are not understood: {damage}") from None
     return reader.listing()
 
@@ -72,8 +72,8 @@ class _Reader:
             try:
                 file = parse_file(row, self._request, self.outputs)
                 if file.path in self._files:
-                    raise Damage("is listed twice", place=_short(file.path))
-            except Damage as damage:
+                    raise InvalidData("is listed twice", place=_short(file.path))
+            except InvalidData as damage:
                 self._take_damage(damage)
                 continue
             self._files[file.path] = file
@@ -83,7 +83,7 @@ class _Reader:
         if self._rows > MAX_FILES or self._names_bytes > MAX_NAMES_BYTES:
             raise HostError(f"the host lists more than {len(self._files):,} files", hint="pull them with rsync or tar")
 
-    def _take_damage(self, damage: Damage) -> None:
+    def _take_damage(self, damage: InvalidData) -> None:
         self._damaged += 1
         if self._damaged <= MOST_DAMAGED:
             self._left_out.append(LeftOut(f"row {self._rows} of the host's list", 1, 0, f"{DAMAGED}: {damage}"))
@@ -105,17 +105,17 @@ class _Reader:
 
 
 def parse_file(row: object, request: PullRequest, outputs: Sequence[str] = ()) -> RemoteFile:
-    """A file as a host lists it. Damage for what is no path below what was asked for, with numbers."""
+    """A file as a host lists it. InvalidData for what is no path below what was asked for, with numbers."""
     file = RemoteFile(*from_json(row, FileRow))
     if not is_path(file.path):
         is_below = is_path(_CONTROL.sub("?", file.path))
         what = "has a control character in its name" if is_below else "is not a path below the job's folder"
-        raise Damage(what, place=_short(file.path))
+        raise InvalidData(what, place=_short(file.path))
     part = file.path.split("/", 1)[0]
     if part not in request.parts and name_of(file.path, request.paths, outputs) is None:
-        raise Damage("was not asked for", place=_short(file.path))
+        raise InvalidData("was not asked for", place=_short(file.path))
     if file.size >= 1 << 62 or not file.inode.isdecimal():
-        raise Damage(f"has the size {file.size} and the inode {_short(file.inode)}", place=_short(file.path))
+        raise InvalidData(f"has the size {file.size} and the inode {_short(file.inode)}", place=_short(file.path))
     return file
 
 

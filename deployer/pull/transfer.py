@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.host.typed import InvalidData, from_json
 from deployer.agent.requests.files.view import DIGEST_BYTES, PieceEnd
 from deployer.connection.call import Call
 from deployer.connection.host import Host, ReconnectBackoff
@@ -178,7 +178,7 @@ class Transfer:
         """What the host's word on a piece means: it is here, it came damaged, or its file cannot be had."""
         try:
             answer = from_json(value, PieceEnd)
-        except Damage as damage:
+        except InvalidData as damage:
             raise HostError(f"the host's word on {piece.download.file.path} is not understood: {damage}") from None
         download = piece.download
         sound = got == piece.length and answer.digest == digest

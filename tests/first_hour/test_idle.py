@@ -68,8 +68,8 @@ def test_gpus_that_cannot_be_watched_are_named_once_and_never_idle(
     for _ in range(40):
         clock[0] += 1.0
         assert not gpus.look()
-        if gpus._question is not None:
-            wait_for(lambda: gpus.look() or gpus._question is None)
+        if gpus._query is not None:
+            wait_for(lambda: gpus.look() or gpus._query is None)
     assert told == [f"--idle-timeout cannot watch the GPUs: {why}"]
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from trainer.files import read_up_to, remove_tree, sync_folder, write_synced
 from trainer.schema import CHECKPOINT_MARKER
-from trainer.typed import MAX_BYTES, Count, Damage, Size, Within, from_json, parse_json
+from trainer.typed import MAX_BYTES, Count, InvalidData, Size, Within, from_json, parse_json
 from trainer.words import first_few
 
 STATE_FILE = "state.json"
@@ -178,7 +178,7 @@ def read_state(folder: Path) -> tuple[dict[str, Any], bool]:
     try:
         info = parse_json(state)
         from_json(info, Saved)
-    except Damage as damage:
+    except InvalidData as damage:
         raise DamagedError(f"{STATE_FILE}: {damage}") from None
     if not marker and info.get("format", 1) >= CHECKSUMMED_MARKER_FORMAT:
         raise DamagedError(
@@ -189,7 +189,7 @@ def read_state(folder: Path) -> tuple[dict[str, Any], bool]:
 
 def parse_marker(marker: bytes) -> list[int]:
     """Length and CRC-32 of `state.json`."""
-    with suppress(Damage):
+    with suppress(InvalidData):
         says = from_json(parse_json(marker, most=MARKER_BYTES), dict[str, Any])
         return list(from_json(says.get(STATE_FILE), tuple[Count, Count]))
     raise DamagedError(f"{CHECKPOINT_MARKER} has other content than was written")

@@ -33,7 +33,7 @@ from trainer.files import expanded
 from trainer.optim.build import had_8bit_embeddings
 from trainer.optim.schedules import lr_multiplier
 from trainer.schema import CHECKPOINTS_DIR, RESTARTED_ENV, Config
-from trainer.typed import Damage
+from trainer.typed import InvalidData
 from trainer.words import first_few
 
 ANEW = "restore it, or start anew with train.resume=never"
@@ -249,7 +249,7 @@ def _check(path: Path, saved: Resumed, required: CheckpointRequirements, tensors
         )
     try:
         data.load_state_dict(saved.extra["data"])
-    except Damage as damage:
+    except InvalidData as damage:
         raise load_error(path, f"{STATE_FILE}: {damage.within('data')}") from None
     except DataError as error:
         raise DataError(error.message, where=str(path), hint=error.hint) from None

@@ -226,7 +226,8 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on at the position, also with other ranks or another global batch.
 
-        Raises DataError when documents, seed or lay-out differ from those of the position, Damage where it is none.
+        Raises DataError when documents, seed or lay-out differ from those of the position, InvalidData where it is
+        none.
         """
         place = from_json(state, DataPosition)
         if place.fingerprint != self.fingerprint():

@@ -16,7 +16,7 @@ from ..host.files import open_regular, read_whole
 from ..host.layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
 from ..host.locks import is_held
 from ..host.machine import this_machine
-from ..host.typed import Damage
+from ..host.typed import InvalidData
 from ..job.judge import judge
 from ..job.status import FINAL, Status, slot_of
 from ..store import packs
@@ -192,7 +192,7 @@ def _read_trees(root: Root) -> Iterator[Tuple[str, List[Entry]]]:
     for name, path in _children(root.trees, _TREE):
         try:
             yield name, load_entries(_text(path))
-        except Damage:
+        except InvalidData:
             continue
 
 
@@ -221,7 +221,7 @@ def _packed(path: str) -> FrozenSet[str]:
 def _spare_tree(spare: str) -> Optional[str]:
     try:
         return root_hash(read_record(spare).entries)
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         return None
 
 

@@ -25,7 +25,7 @@ from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 from ..host.errors import AgentError
 from ..host.locks import lock_holders, lock_key, take_lock
 from ..host.processes import uid_of, user_name
-from ..host.typed import Damage, parse
+from ..host.typed import InvalidData, parse
 from .places import LeaseDir, LeaseDirs, locked, opened, unusable
 from .view import LEASE, Claim, InheritedClaim
 
@@ -331,7 +331,7 @@ def parse_claim(data: bytes) -> Optional[Claim]:
     """The claim in a file; None if there is none. The job's name loses what could drive a terminal."""
     try:
         kind, job, devices, auto, number, *_ = parse(data, Claim, most=MAX_BYTES)
-    except Damage:
+    except InvalidData:
         return None
     if len(devices) > 256 or max(auto, number) > MAX_NUMBER or not all(map(_DEVICE.match, devices)):
         return None

@@ -1,4 +1,4 @@
-"""Values at the edges: bytes of a file or a message, and the type that they must have, become a value or a Damage.
+"""Values at the edges: bytes of a file or a message, and the type they must have, become a value or an InvalidData.
 
 A type is a NamedTuple whose fields are of str, bool, int (0 or more), float, Literal, Optional, Union, Tuple[T, ...],
 List, Dict[str, T], Any, and further NamedTuples; nothing is converted. A key that is missing or null takes the field's
@@ -40,7 +40,7 @@ MAX_INT = (1 << 63) - 1
 _AS_ROW = "is_written_as_a_row"
 
 
-class Damage(Exception):
+class InvalidData(Exception):
     """A value that cannot be what it should, in words: what is where, and what was expected there."""
 
     def __init__(self, words: str, *, place: str = "", expected: str = "") -> None:
@@ -53,11 +53,11 @@ class Damage(Exception):
     def __str__(self) -> str:
         return "%s %s" % (self.place, self.words) if self.place else self.words
 
-    def within(self, place: str) -> "Damage":
+    def within(self, place: str) -> "InvalidData":
         """The same, as seen from around that place."""
         dot = "." if self.place and not self.place.startswith("[") else ""
         words = self.words[3:] if not self.place and self.words.startswith("it is ") else self.words
-        return Damage(words, place=place + dot + self.place, expected=self.expected)
+        return InvalidData(words, place=place + dot + self.place, expected=self.expected)
 
 
 def as_row(kind: Type[T]) -> Type[T]:
@@ -67,27 +67,27 @@ def as_row(kind: Type[T]) -> Type[T]:
 
 
 def parse(data: bytes, kind: Type[T], *, most: int = MAX_BYTES) -> T:
-    """The value that JSON text stands for. Damage when it is none of this type or has more than `most` bytes."""
+    """The value that JSON text stands for. InvalidData when it is none of this type or has more than `most` bytes."""
     return from_json(load_json(data, most=most), kind)
 
 
 def read_typed(path: str, kind: Type[T], *, most: int = MAX_BYTES) -> T:
-    """The value in a file. OSError when it cannot be read, Damage when it holds no such value."""
+    """The value in a file. OSError when it cannot be read, InvalidData when it holds no such value."""
     return parse(read_whole(path, most + 1), kind, most=most)
 
 
 def load_json(data: bytes, *, most: int = MAX_BYTES) -> Any:
-    """JSON text of any type. Damage when it is none, or larger than `most` bytes."""
+    """JSON text of any type. InvalidData when it is none, or larger than `most` bytes."""
     if len(data) > most:
-        raise Damage("it is %d bytes long, not at most %d" % (len(data), most))
+        raise InvalidData("it is %d bytes long, not at most %d" % (len(data), most))
     try:
         return json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError):
-        raise Damage("it is %.60r, not JSON" % data) from None
+        raise InvalidData("it is %.60r, not JSON" % data) from None
 
 
 def from_json(value: Any, kind: Type[T], *, strict: bool = False) -> T:
-    """The typed value of what JSON text was parsed to. Damage when it is none of this type."""
+    """The typed value of what JSON text was parsed to. InvalidData when it is none of this type."""
     wanted: Any = kind
     parsed: T = _parser(wanted, strict)(value)
     return parsed
@@ -131,7 +131,7 @@ def _parser(kind: Hashable, strict: bool) -> _Parser:
 
 
 def _fail(value: Any, expected: str) -> NoReturn:
-    raise Damage("it is %.60r, not %s" % (value, expected), expected=expected)
+    raise InvalidData("it is %.60r, not %s" % (value, expected), expected=expected)
 
 
 def _record_parser(kind: Any, strict: bool) -> _Parser:
@@ -153,17 +153,17 @@ def _record_parser(kind: Any, strict: bool) -> _Parser:
             parser = parsers.get(name)
             if parser is None:
                 if strict:
-                    raise Damage("is not known here", place=name)
+                    raise InvalidData("is not known here", place=name)
             elif given is not None:
                 try:
                     found[name] = parser(given)
-                except Damage as damage:
+                except InvalidData as damage:
                     raise damage.within(name) from None
             elif name in required and name in nullable:
                 found[name] = None
         for name in required:
             if name not in found:
-                raise Damage("is %s" % ("null" if name in value else "missing"), place=name)
+                raise InvalidData("is %s" % ("null" if name in value else "missing"), place=name)
         return kind(**found)
 
     return parse_record
@@ -179,7 +179,7 @@ def _row_parser(kind: Any, parsers: Dict[str, _Parser]) -> _Parser:
         try:
             for parser, given in zip(own, value):  # noqa: B905 - as Python 3.8 has it
                 found.append(parser(given))
-        except Damage as damage:
+        except InvalidData as damage:
             raise damage.within(names[len(found)]) from None
         return kind(*found)
 
@@ -192,7 +192,7 @@ def _union_parser(parsers: List[_Parser]) -> _Parser:
         for parser in parsers:
             try:
                 return parser(value)
-            except Damage as damage:
+            except InvalidData as damage:
                 if damage.place or not damage.expected:  # it is of that kind, and something in it is wrong
                     raise
                 expected.append(damage.expected)
@@ -218,7 +218,7 @@ def _list_parser(parser: _Parser, make: Callable[[Any], Any]) -> _Parser:
         try:
             for element in value:
                 elements.append(parser(element))
-        except Damage as damage:
+        except InvalidData as damage:
             raise damage.within("[%d]" % len(elements)) from None
         return make(elements)
 
@@ -233,7 +233,7 @@ def _dict_parser(parser: _Parser) -> _Parser:
         for key, element in value.items():
             try:
                 found[key] = parser(element)
-            except Damage as damage:
+            except InvalidData as damage:
                 raise damage.within(key) from None
         return found
 
@@ -271,7 +271,7 @@ def _parse_any(value: Any) -> Any:
         layer = [e for v in layer if isinstance(v, (dict, list)) for e in (v.values() if isinstance(v, dict) else v)]
         if not layer:
             return value
-    raise Damage("it is nested more than %d deep" % MAX_DEPTH)
+    raise InvalidData("it is nested more than %d deep" % MAX_DEPTH)
 
 
 _PLAIN: Dict[Any, _Parser] = {

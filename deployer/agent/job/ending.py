@@ -11,7 +11,7 @@ from typing import Collection, List, NamedTuple, Optional, Sequence, Tuple
 
 from ..host.layout import ALONE, GroupName, Job, group_files, rank_of
 from ..host.processes import Process
-from ..host.typed import Damage, read_typed
+from ..host.typed import InvalidData, read_typed
 from .plan import of_main_role
 from .status import ENDINGS, FAILED, STOPPED, SUCCEEDED, Missing, State, Status
 from .stop import StopRequest
@@ -119,7 +119,7 @@ def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
             continue
         try:
             rank = read_typed(os.path.join(job.ranks(attempt, group.folder), file), RankRecord)
-        except (OSError, Damage):
+        except (OSError, InvalidData):
             continue
         if rank.job in ("", job.id):
             ranks.append(rank._replace(group=group))
@@ -130,7 +130,7 @@ def read_outcome(job: Job) -> Optional[Outcome]:
     """None when the trainer has left none, or a broken one."""
     try:
         return read_typed(job.outcome, Outcome)
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         return None
 
 

@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, List, Literal, Mapping, NamedTuple, Opti
 
 from ..gpus.view import GpuRequest, auto_count
 from ..host.layout import GroupName
-from ..host.typed import Damage, from_json
+from ..host.typed import InvalidData, from_json
 from ..python.spec import PythonSpec
 
 PLAN_VERSION = 2
@@ -209,7 +209,7 @@ def unreadable_plan(job_id: str) -> Plan:
 
 
 def parse_plan(raw: Mapping[str, Any]) -> Plan:
-    """The plan as it was sent, or stands in job.json. Damage for one that is none, and for what this version of
+    """The plan as it was sent, or stands in job.json. InvalidData for one that is none, and for what this version of
     Torchferry does not know, which is named with both versions."""
     version = raw.get("version", 1)
     if version == 1:
@@ -217,14 +217,14 @@ def parse_plan(raw: Mapping[str, Any]) -> Plan:
 
         return upgrade(raw)
     if version != PLAN_VERSION:
-        raise Damage("the plan is of version %.20r, and %s" % (version, _KNOWN))
+        raise InvalidData("the plan is of version %.20r, and %s" % (version, _KNOWN))
     try:
         plan = from_json(dict(raw), Plan, strict=True)
-    except Damage as damage:
-        raise Damage("the plan, of version %d, is not understood: %s; %s" % (version, damage, _KNOWN)) from None
+    except InvalidData as damage:
+        raise InvalidData("the plan, of version %d, is not understood: %s; %s" % (version, damage, _KNOWN)) from None
     if len(plan.roles) != 1 or len(plan.roles[0].nodes) != 1:
         shape = ", ".join("%s on %d nodes" % (role.name, len(role.nodes)) for role in plan.roles) or "no role"
-        raise Damage("the plan, of version %d, is for %s; %s" % (version, shape, _KNOWN))
+        raise InvalidData("the plan, of version %d, is for %s; %s" % (version, shape, _KNOWN))
     return plan
 
 

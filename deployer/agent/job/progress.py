@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Type,
 
 from ..host.files import open_regular
 from ..host.layout import ALONE, CHECKPOINT_MARKER, GroupName, Job
-from ..host.typed import Damage, from_json, load_json, parse
+from ..host.typed import InvalidData, from_json, load_json, parse
 from ..logs.read import Chosen, last_lines, log_names, log_path
 from .plan import Plan, is_trainer
 
@@ -113,7 +113,7 @@ def _record_of(line: bytes) -> Dict[str, Any]:
     """The record of a line; empty if the line is not a record."""
     try:
         return from_json(load_json(line), Dict[str, Any])
-    except Damage:
+    except InvalidData:
         return {}
 
 
@@ -124,7 +124,7 @@ def value_of(record: Dict[str, Any], name: str, kind: Type[N]) -> Optional[N]:
     """None also for what is no number that one can reckon with."""
     try:
         value = from_json(record.get(name), kind)
-    except Damage:
+    except InvalidData:
         return None
     return value if abs(value) < MOST else None
 
@@ -133,7 +133,7 @@ def last_step(job: Job) -> Optional[int]:
     """The step of the last line of metrics.jsonl."""
     try:
         return parse((last_metrics(job) or "{}").encode("utf-8"), _Metrics).step
-    except Damage:
+    except InvalidData:
         return None
 
 

@@ -13,7 +13,7 @@ from ..host.files import read_whole, write_json
 from ..host.layout import ALONE, GroupName, Job
 from ..host.machine import Identity
 from ..host.processes import Process, Survivor
-from ..host.typed import MAX_BYTES, Damage, from_json, load_json, to_json
+from ..host.typed import MAX_BYTES, InvalidData, from_json, load_json, to_json
 from .plan import Plan, wanted_gpus
 
 State = Literal["queued", "preparing", "running", "succeeded", "failed", "stopped", "lost"]
@@ -168,7 +168,7 @@ def status_to_json(status: Status, *, sparse: bool = False) -> Dict[str, Any]:
 
 
 def status_from_json(value: Any) -> Status:
-    """Raises Damage if the value is not a status."""
+    """Raises InvalidData if the value is not a status."""
     status = from_json(value, Status)
     return status if value.get("groups") is not None else status._replace(groups=(from_json(value, GroupStatus),))
 
@@ -193,7 +193,7 @@ def read_stored_status(job: Job) -> StoredStatus:
         return StoredStatus(None, "its status.json is missing")
     except OSError as error:
         return StoredStatus(None, "its status.json is damaged: %s" % error.strerror)
-    except Damage as damage:
+    except InvalidData as damage:
         return StoredStatus(None, "its status.json is damaged: %s" % damage)
     if status.supervisor is None:
         return StoredStatus(None, "its status.json is damaged: it names no supervisor")

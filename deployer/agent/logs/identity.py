@@ -10,7 +10,7 @@ import stat
 from typing import Literal, NamedTuple, Optional
 
 from ..host.layout import Job, LogName
-from ..host.typed import Damage, read_typed
+from ..host.typed import InvalidData, read_typed
 
 TAIL = 16
 """So many bytes before a place tell whether it is still the same one."""
@@ -110,7 +110,7 @@ def _rank_log(job: Job, name: LogName) -> _RankLog:
     path = os.path.join(job.ranks(name.attempt, name.group.folder), "rank_%d.json" % name.rank)
     try:
         return read_typed(path, _RankLog)
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         return _RankLog()
 
 

@@ -16,7 +16,7 @@ from ..host.errors import AgentError
 from ..host.files import open_regular
 from ..host.layout import Job, Root
 from ..host.marks import ProcessSnapshot
-from ..host.typed import Damage, from_json, load_json, to_json
+from ..host.typed import InvalidData, from_json, load_json, to_json
 from ..job import progress
 from ..job.views import Glance, GlanceRequest, NewMetrics
 from ..logs.read import Chosen, last_lines
@@ -92,7 +92,7 @@ def _numbers_of(line: bytes) -> Dict[str, float]:
     """Empty for a line that is no record."""
     try:
         record = from_json(load_json(line, most=MAX_RECORD), Dict[str, Any])
-    except Damage:
+    except InvalidData:
         return {}
     values = {key: progress.value_of(record, key, float) for key in KEYS}
     return {key: value for key, value in values.items() if value is not None}

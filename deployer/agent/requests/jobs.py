@@ -17,7 +17,7 @@ from ..host.locks import locked
 from ..host.machine import boot_id, this_machine
 from ..host.marks import ProcessSnapshot, job_processes
 from ..host.processes import Process, describe, still_there
-from ..host.typed import Damage, to_json
+from ..host.typed import InvalidData, to_json
 from ..job import progress
 from ..job.groups import processes_of
 from ..job.judge import judge
@@ -149,7 +149,7 @@ def _known(job: Job) -> Tuple[Optional[Plan], Optional[float], Optional[float], 
             now_s = time.time()
             age_s = max(0.0, now_s - record.created_at)
         return plan_of(job, record), age_s, now_s, ""
-    except Damage as damage:
+    except InvalidData as damage:
         return None, age_s, now_s, str(damage)
 
 

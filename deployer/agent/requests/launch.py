@@ -16,7 +16,7 @@ from ..host.errors import AgentError
 from ..host.files import write_whole
 from ..host.layout import AGENT_DIR, Job, Root
 from ..host.locks import locked, store_in_use
-from ..host.typed import Damage, to_json
+from ..host.typed import InvalidData, to_json
 from ..job.plan import Include, Plan, parse_plan, trees_of, wanted_gpus
 from ..job.record import RawPlan, Record, known_record, plan_hash, write_record
 from ..job.status import QUEUED, read_status
@@ -145,7 +145,7 @@ class LaunchRequest(NamedTuple):
 def plan_in(raw: RawPlan) -> Plan:
     try:
         return parse_plan(raw)
-    except Damage as damage:
+    except InvalidData as damage:
         raise AgentError("usage", str(damage)) from None
 
 

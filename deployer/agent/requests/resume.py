@@ -14,7 +14,7 @@ from ..host.locks import locked, store_in_use
 from ..host.machine import boot_id
 from ..host.marks import ProcessSnapshot
 from ..host.processes import still_there
-from ..host.typed import Damage, to_json
+from ..host.typed import InvalidData, to_json
 from ..job import progress
 from ..job.judge import judge
 from ..job.plan import Plan
@@ -39,7 +39,7 @@ def show_plan(root: Root, call: Call) -> None:
     try:
         record = read_record(job)
         plan_of(job, record)
-    except Damage as damage:
+    except InvalidData as damage:
         raise AgentError("usage", "the plan of %s cannot be used: %s" % (job.id, damage), "launch it anew") from None
     found = PlanView(job.id, record.plan, now.attempt, progress.newest_checkpoint(job))
     call.send_event("plan", to_json(found))

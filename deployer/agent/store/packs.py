@@ -12,7 +12,7 @@ import struct
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from ..host.layout import Root
-from ..host.typed import Damage, as_row, parse, to_json
+from ..host.typed import InvalidData, as_row, parse, to_json
 
 _LENGTH = struct.Struct(">Q")
 MAX_INDEX = 64 << 20
@@ -135,7 +135,7 @@ def read_index(fd: int) -> List[Tuple[str, int, int]]:
         if length > min(end, MAX_INDEX):
             return []
         index = parse(os.pread(fd, length, end - length), Dict[str, _Part], most=MAX_INDEX)
-    except (OSError, struct.error, Damage):
+    except (OSError, struct.error, InvalidData):
         return []
     parts = [(digest, part.start, part.size) for digest, part in index.items()]
     return parts if all(start + size <= end for _, start, size in parts) else []

@@ -9,7 +9,7 @@ import zlib
 from typing import Dict, List, Literal, NamedTuple, Optional, Sequence, Set
 
 from ..host.files import blake2b, is_path_below, open_regular
-from ..host.typed import Damage, as_row, parse
+from ..host.typed import InvalidData, as_row, parse
 
 Mode = Literal["f", "x", "l"]
 FILE: Mode = "f"
@@ -60,7 +60,7 @@ def dump_entries(entries: Sequence[Entry]) -> bytes:
 
 
 def load_entries(data: bytes) -> List[Entry]:
-    """Entries from a file or the other side, each checked: nothing of them may point outside the tree. Damage."""
+    """Entries from a file or the other side, each checked: nothing of them may point outside the tree. InvalidData."""
     entries = parse(data, List[Entry], most=MAX_BYTES)
     for entry in entries:
         check_entry(entry)
@@ -68,24 +68,24 @@ def load_entries(data: bytes) -> List[Entry]:
 
 
 def unpacked(data: bytes) -> bytes:
-    """What was compressed, of entries or Changes. Damage for anything else, or if it is too large."""
+    """What was compressed, of entries or Changes. InvalidData for anything else, or if it is too large."""
     try:
         text = zlib.decompressobj().decompress(data, MAX_BYTES + 1)
     except zlib.error as error:
-        raise Damage("it cannot be unpacked: %s" % error) from None
+        raise InvalidData("it cannot be unpacked: %s" % error) from None
     return text
 
 
 def check_entry(entry: Entry) -> None:
-    """Damage for a path that is absolute, leaves the tree, or is not a plain name."""
+    """InvalidData for a path that is absolute, leaves the tree, or is not a plain name."""
     if not is_path_below(entry.path):
-        raise Damage("unsafe path in a tree: %.200r" % entry.path)
+        raise InvalidData("unsafe path in a tree: %.200r" % entry.path)
     if entry.mode not in (FILE, EXECUTABLE, LINK):
-        raise Damage("unknown mode %.20r of %.200r" % (entry.mode, entry.path))
+        raise InvalidData("unknown mode %.20r of %.200r" % (entry.mode, entry.path))
     if entry.mode == LINK and ("\0" in entry.hash or not entry.hash):
-        raise Damage("unsafe link target of %.200r" % entry.path)
+        raise InvalidData("unsafe link target of %.200r" % entry.path)
     if entry.mode != LINK and not all(c in "0123456789abcdef" for c in entry.hash):
-        raise Damage("not a hash: %.60r" % entry.hash)
+        raise InvalidData("not a hash: %.60r" % entry.hash)
 
 
 def folders_of(entries: Sequence[Entry]) -> List[str]:

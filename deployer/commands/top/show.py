@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deployer import terminal
-from deployer.agent.host.typed import Damage, from_json, load_json, to_json
+from deployer.agent.host.typed import InvalidData, from_json, load_json, to_json
 from deployer.agent.job.status import FINAL
 from deployer.agent.job.stop import DEFAULT_GRACE_S
 from deployer.commands.options import PULL_MAX
@@ -60,7 +60,7 @@ def snapshot(entry: Entry) -> None:
 def _record(line: str | None) -> Any:
     try:
         return from_json(load_json((line or "").encode("utf-8", "surrogatepass")), dict[str, Any])
-    except Damage:
+    except InvalidData:
         return None
 
 

@@ -24,7 +24,7 @@ from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.tokenizer import tokenizer_hash
 from trainer.errors import DataError
 from trainer.schema import Config
-from trainer.typed import Damage, from_json
+from trainer.typed import InvalidData, from_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -117,7 +117,7 @@ class StreamLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on at the position, also with other ranks or another global batch; its window is tokenized again.
 
-        Raises DataError when sources, seed or lay-out differ from those of the position, Damage where it is none.
+        Raises DataError when sources, seed or lay-out differ from those of the position, InvalidData where it is none.
         """
         place = from_json(state, DataPosition)
         if place.fingerprint != self.fingerprint():
@@ -129,7 +129,7 @@ class StreamLoader:
         window = from_json(state, WindowPlace).window
         position, sources = window.position, len(self._maker.identities)
         if not len(position.records) == len(position.taken) == sources or window.row > place.row:
-            raise Damage(f"is not of {sources} sources and before row {place.row}", place="window")
+            raise InvalidData(f"is not of {sources} sources and before row {place.row}", place="window")
         self._first_step, self._first_row = place.step, place.row
         self._begin(window)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Optional, Sequence, Tuple
 
 from ...host.files import is_path_below, write_json
 from ...host.layout import Job, Root
-from ...host.typed import Damage, read_typed, to_json
+from ...host.typed import InvalidData, read_typed, to_json
 from ...job.record import known_plan
 from ...wire.conversation import Call
 from ..jobs import find_folder
@@ -74,5 +74,5 @@ def _file(job: Job) -> str:
 def _read(job: Job) -> Tuple[str, ...]:
     try:
         return read_typed(_file(job), _Fetched, most=MAX_BYTES).paths
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         return ()

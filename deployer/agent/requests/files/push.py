@@ -16,7 +16,7 @@ from ...host.errors import AgentError
 from ...host.files import is_path_below, put_in_place, remove
 from ...host.layout import CHECKPOINT_MARKER, Job, Root
 from ...host.locks import store_in_use
-from ...host.typed import Damage, to_json
+from ...host.typed import InvalidData, to_json
 from ...store import tree
 from ...store.blob import BlobWriter
 from ...store.bring import body_of
@@ -65,7 +65,7 @@ def push(root: Root, call: Call) -> None:
 def _read_tree(call: Call) -> List[tree.Entry]:
     try:
         entries = tree.load_entries(tree.unpacked(b"".join(frame.body for frame in call.receive())))
-    except Damage as damage:
+    except InvalidData as damage:
         raise AgentError("usage", "the list of files is not understood: %s" % damage) from None
     check_tree(entries)
     links = [entry.path for entry in entries if entry.mode == tree.LINK]
