@@ -73,9 +73,9 @@ def _main() -> None:
     _read_names_as_utf8()
     home = os.environ.get("HOME", "")
     if not home.startswith("/") or not home.strip("/"):
-        from deployer.agent.guard import settle_home  # seldom needed
+        from deployer.agent.guard import correct_home  # seldom needed
 
-        settle_home(must_be_ours=False)  # root may well use the one of whoever called sudo
+        correct_home(must_be_ours=False)  # root may well use the one of whoever called sudo
     _open_standard_streams()
     if asked := os.environ.get(VARIABLE):
         from deployer.commands.complete.answer import answer

@@ -24,7 +24,7 @@ IN_USE_HINT = "wait for it, stop it, or name another --run-dir"
 _held: list[int] = []  # descriptors that stay open to the end of this process
 
 
-def taken_by(run_dir: Path, *, patience_s: float = PATIENCE_S) -> str | None:
+def acquire_run_folder(run_dir: Path, *, patience_s: float = PATIENCE_S) -> str | None:
     """Take the run folder's lock for this process. Returns None, or after `patience_s` a text that names the holder.
 
     The lock is valid on this node: on a network file system another host may not see it.
@@ -48,7 +48,7 @@ def taken_by(run_dir: Path, *, patience_s: float = PATIENCE_S) -> str | None:
     return None
 
 
-def join(run_dir: Path) -> None:
+def acquire_shared(run_dir: Path) -> None:
     """Take part in the run folder that rank 0 has taken.
 
     Raises OSError while another start takes it, which it may once rank 0 has ended.

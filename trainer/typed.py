@@ -1,5 +1,5 @@
 """Values at the edges: JSON of a file that others may have written, and the type that it must have, become a value or a
-Damage.
+InvalidData.
 
 A type is a frozen dataclass whose fields are of str, bool, int, float, Literal, tuple[T, ...], tuple[T, U], list[T],
 dict[str, T], Any, unions of these, and further dataclasses; a `Within` beside a number is its range. Nothing is
@@ -31,7 +31,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 """No file has such a name, and no terminal shows it."""
 
 
-class Damage(Exception):
+class InvalidData(Exception):
     """What is where, and what should be there: `r is "x", not a whole number`."""
 
     def __init__(self, words: str, *, place: str = "", expected: str = "") -> None:
@@ -41,10 +41,10 @@ class Damage(Exception):
     def __str__(self) -> str:
         return f"{self.place or 'it'} {self.words}"
 
-    def within(self, place: str) -> Damage:
+    def within(self, place: str) -> InvalidData:
         """The same, as seen from around that place."""
         dot = "." if self.place and not self.place.startswith("[") else ""
-        return Damage(self.words, place=f"{place[:SHOWN]}{dot}{self.place}", expected=self.expected)
+        return InvalidData(self.words, place=f"{place[:SHOWN]}{dot}{self.place}", expected=self.expected)
 
 
 @dataclass(frozen=True)
@@ -60,24 +60,24 @@ Size = Annotated[int, Within(1)]
 
 
 def read_json(path: Path, kind: type[T], *, most: int = MAX_BYTES) -> T:
-    """The value in a file. OSError when it cannot be read, Damage when it holds no such value."""
+    """The value in a file. OSError when it cannot be read, InvalidData when it holds no such value."""
     return from_json(parse_json(read_up_to(path, most), most=most), kind)
 
 
 def parse_json(data: bytes, *, most: int = MAX_BYTES) -> Any:
-    """JSON text of any type. Damage when it is none, or longer than `most` bytes."""
+    """JSON text of any type. InvalidData when it is none, or longer than `most` bytes."""
     if len(data) > most:
-        raise Damage(f"is longer than {most:,} bytes")
+        raise InvalidData(f"is longer than {most:,} bytes")
     try:
         return json.loads(data.decode("utf-8-sig"))
     except RecursionError:
-        raise Damage("is nested too deep") from None
+        raise InvalidData("is nested too deep") from None
     except ValueError:
-        raise Damage("is empty, not JSON" if not data.strip() else f"is {_shown(data)}, not JSON") from None
+        raise InvalidData("is empty, not JSON" if not data.strip() else f"is {_shown(data)}, not JSON") from None
 
 
 def from_json(value: Any, kind: type[T]) -> T:
-    """The typed value of what JSON text was parsed to. Damage when it is none of this type."""
+    """The typed value of what JSON text was parsed to. InvalidData when it is none of this type."""
     wanted: Any = kind
     parsed: T = _parser(wanted)(value)
     return parsed
@@ -110,7 +110,7 @@ def _parser(kind: Any) -> _Parser:
 
 
 def _fail(value: Any, expected: str) -> NoReturn:
-    raise Damage(f"is {_shown(value)}, not {expected}", expected=expected)
+    raise InvalidData(f"is {_shown(value)}, not {expected}", expected=expected)
 
 
 def _shown(value: Any) -> str:
@@ -132,7 +132,7 @@ def _record_parser(kind: Any) -> _Parser:
             _fail(value, "an object")
         for name in required:
             if name not in value:
-                raise Damage("is missing", place=name)
+                raise InvalidData("is missing", place=name)
         return kind(**{name: _at(name, parser, value[name]) for name, parser in parsers.items() if name in value})
 
     return parse_record
@@ -141,7 +141,7 @@ def _record_parser(kind: Any) -> _Parser:
 def _at(place: str, parser: _Parser, value: Any) -> Any:
     try:
         return parser(value)
-    except Damage as damage:
+    except InvalidData as damage:
         raise damage.within(place) from None
 
 
@@ -151,7 +151,7 @@ def _union_parser(parsers: list[_Parser]) -> _Parser:
         for parser in parsers:
             try:
                 return parser(value)
-            except Damage as damage:
+            except InvalidData as damage:
                 if damage.place or not damage.expected:  # it is of that kind, and something in it is wrong
                     raise
                 expected.append(damage.expected)
@@ -238,7 +238,7 @@ def _parse_any(value: Any) -> Any:
         layer = [e for v in layer if isinstance(v, (dict, list)) for e in (v.values() if isinstance(v, dict) else v)]
         if not layer:
             return value
-    raise Damage(f"is nested more than {MAX_DEPTH} deep")
+    raise InvalidData(f"is nested more than {MAX_DEPTH} deep")
 
 
 _PLAIN: dict[Any, _Parser] = {

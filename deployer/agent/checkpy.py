@@ -25,7 +25,7 @@ _PLAIN_VERSION = re.compile(r"v?([0-9]+(?:\.[0-9]+)*)(?:(?:a|b|rc)[0-9]+(?=\+))?
 """Without packaging: a version with a phase (1.0rc1, 1.0.post1) cannot be compared, except a vendor's build."""
 
 
-class Wanted(NamedTuple):
+class ParsedRequirement(NamedTuple):
     name: str
     extras: Tuple[str, ...]
     url: str
@@ -46,13 +46,13 @@ def find_parser() -> Any:
     return None
 
 
-def parse_requirement(text: str, parser: Any) -> Wanted:
+def parse_requirement(text: str, parser: Any) -> ParsedRequirement:
     """Raises ValueError if the text is not a requirement."""
     if parser is None:
         return parse_simply(text)
     found = parser(text)
     marker = found.marker
-    return Wanted(
+    return ParsedRequirement(
         found.name,
         tuple(found.extras),
         found.url or "",
@@ -69,14 +69,14 @@ def _contains(specifier: Any, version: str) -> bool:
     )
 
 
-def parse_simply(text: str) -> Wanted:
+def parse_simply(text: str) -> ParsedRequirement:
     """Without packaging: only versions of plain numbers, and markers that read like Python."""
     match = re.match(r"\s*([A-Za-z0-9._-]+)\s*(?:\[([^]]*)\])?\s*(?:@\s*(\S+)|\(?([^;)@]*)\)?)\s*(?:;(.*))?\Z", text)
     if match is None:
         raise ValueError("not a requirement: %r" % text)
     name, extras, url, specifier, marker = match.groups(default="")
     clauses = [clause.strip() for clause in specifier.split(",") if clause.strip()]
-    return Wanted(
+    return ParsedRequirement(
         name,
         tuple(extra.strip() for extra in extras.split(",") if extra.strip()),
         url,

@@ -26,7 +26,7 @@ class Refused(OSError):
     hint = ""
 
 
-def settle_home(*, must_be_ours: bool) -> None:
+def correct_home(*, must_be_ours: bool) -> None:
     """Sets HOME from the account's entry if HOME is empty, relative or `/` (nobody's home). With `must_be_ours`, also
     if it is not a folder or belongs to another account."""
     if _is_home(os.environ.get("HOME", ""), must_be_ours):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hashlib import blake2b as blake2b
 
     from .bytecode import enter
-    from .guard import TRUSTED, Refused, find_root, secure_root, settle_home
+    from .guard import TRUSTED, Refused, correct_home, find_root, secure_root
 else:
     try:
         from _blake2 import blake2b  # hashlib loads OpenSSL beside it
@@ -38,7 +38,7 @@ def load(P: Dict[str, Any]) -> None:
     root = P["root"]
     stdin = io.BufferedReader(io.FileIO(0, closefd=False), 1 << 16)
     os.umask(0o077)
-    settle_home(must_be_ours=True)
+    correct_home(must_be_ours=True)
     try:
         root = find_root(root)
         home = os.path.join(root, "agent", P["agent"])

@@ -14,9 +14,9 @@ from deployer.api.job import Job, Noted
 from deployer.api.keywords import NOT_OF_A_LAUNCH, as_overrides, notified, read_keywords
 from deployer.api.values import JobInfo, Overrides, told, warn
 from deployer.commands.defaults import read_defaults
-from deployer.commands.launch.asked import ask_for, choose
 from deployer.commands.launch.cli import run as run_command
 from deployer.commands.launch.run import check_platform, hidden_paths, keep_left_out, record_of, with_after
+from deployer.commands.launch.spec import ask_for, choose
 from deployer.commands.look.cli import status as status_command
 from deployer.commands.options import ACCESS, find_host, host_of, hosts_of
 from deployer.commands.rows import row_as_json

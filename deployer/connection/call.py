@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 from deployer.agent.host.layout import JOB_ID
-from deployer.agent.host.typed import Damage, from_json, load_json
+from deployer.agent.host.typed import InvalidData, from_json, load_json
 from deployer.agent.wire import frames
 from deployer.agent.wire.frames import Frame, ProtocolError, Window
 from deployer.errors import FerryError, HostError, LostConnection, UnknownJob, UsageError
@@ -77,7 +77,7 @@ class Call:
                 return
             try:
                 event = self._event(frame)
-            except (Damage, ProtocolError) as error:
+            except (InvalidData, ProtocolError) as error:
                 raise self.link.not_understood(error) from error
             if event is not None:
                 yield event
@@ -97,7 +97,7 @@ class Call:
         if control.data:
             return "data", head, frame.body
         if control.event is None:
-            raise Damage("a frame says nothing")
+            raise InvalidData("a frame says nothing")
         if "value" in head:
             return control.event, head["value"], b""
         text, self._json = self._json, bytearray()
@@ -123,14 +123,14 @@ class Call:
         """A received value, checked against its type. Raises HostError if it does not have this type."""
         try:
             return from_json(value, kind)
-        except Damage as damage:
+        except InvalidData as damage:
             raise self.link.not_understood(damage.within(what)) from None
 
     def check_job_id(self, job_id: str, what: str) -> None:
         """Raises HostError if this is not a job ID: people copy commands that contain it, and it becomes part of a
         path."""
         if not JOB_ID.match(job_id):
-            raise self.link.not_understood(Damage(f"is {job_id[:60]!r}", place=what))
+            raise self.link.not_understood(InvalidData(f"is {job_id[:60]!r}", place=what))
 
     def send_data(self, data: bytes, *, hurried: bool = True, **head: Any) -> None:
         """Sends bytes up this call's stream, as fast as the host takes them. `hurried`: a host that takes none for some
@@ -212,7 +212,7 @@ def error_of(data: Any) -> FerryError:
     """The host's error as one of ours, with its exit code."""
     try:
         refusal = from_json(data, _Refusal)
-    except Damage as damage:
+    except InvalidData as damage:
         return HostError(f"the host refused, and why is not understood: {damage}")
     message, *more = refusal.message.split("\n")
     kind = _ERRORS.get(refusal.kind, HostError)

@@ -189,7 +189,7 @@ def make_transport(
 # --- broken connections -----------------------------------------------------------------------------------------------
 
 
-class Patience:
+class ReconnectBackoff:
     """The back-off while connections break; gives up if nothing has arrived for `give_up_after_s`."""
 
     def __init__(self, tell: Tell, *, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.host.typed import InvalidData, from_json
 from deployer.agent.wire import frames
 from deployer.agent.wire.frames import Frame, ProtocolError
 from deployer.connection.call import Call, error_of
@@ -214,7 +214,7 @@ class Link:
 
     def not_understood(self, error: Exception) -> HostError:
         """The error for bytes that our agent never sends; trying again would not help."""
-        words = error if isinstance(error, (ProtocolError, Damage)) else repr(error)
+        words = error if isinstance(error, (ProtocolError, InvalidData)) else repr(error)
         return HostError(f"{self.host} sent what is not understood: {words}")
 
     def _dispatch(self, frame: Frame) -> None:

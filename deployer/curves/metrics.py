@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployer.agent.host.typed import Damage, load_json
+from deployer.agent.host.typed import InvalidData, load_json
 
 MAX_BYTES = 64 << 20
 """Of a longer file the end is read."""
@@ -138,7 +138,7 @@ def records_of(data: bytes, *, is_cut: bool = False) -> Iterator[dict[str, Any] 
             continue
         try:
             record = load_json(line, most=MAX_LINE)
-        except Damage:
+        except InvalidData:
             record = None
         if isinstance(record, dict):
             yield record

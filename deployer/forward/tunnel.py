@@ -17,7 +17,7 @@ from typing import Any
 from deployer.agent.wire import frames
 from deployer.agent.wire.frames import ProtocolError
 from deployer.connection.call import Call
-from deployer.connection.host import GIVE_UP_AFTER_S, Host, Patience, Tell
+from deployer.connection.host import GIVE_UP_AFTER_S, Host, ReconnectBackoff, Tell
 from deployer.connection.link import Link
 from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
 from deployer.printable import shown
@@ -75,7 +75,7 @@ class Tunnel:
         self._listener = listener
         self.remote = remote
         self._tell = tell
-        self._patience = Patience(tell, give_up_after_s=give_up_s)
+        self._backoff = ReconnectBackoff(tell, give_up_after_s=give_up_s)
         self._links = _Links(host, link)
         threading.Thread(target=self._accept, name="tunnel-accept", daemon=True).start()
 
@@ -90,13 +90,13 @@ class Tunnel:
 
     def _reconnect(self, error: FerryError) -> None:
         while True:
-            self._patience.wait(error)
+            self._backoff.wait(error)
             try:
                 link = self._connect()
             except (LostConnection, ConnectError) as again:
                 error = again
                 continue
-            self._patience.progressed()
+            self._backoff.progressed()
             self._tell(shown("connected again"))
             self._links.put(link)
             return

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from deployer.agent.host.typed import Damage, parse, to_json
+from deployer.agent.host.typed import InvalidData, parse, to_json
 from deployer.agent.job.status import Missing
 from deployer.paths import expanded, state_dir, write_whole
 from deployer.terminal import typed
@@ -50,7 +50,7 @@ def recall_left_out(job_id: str) -> LeftOut | None:
     """None if the job was launched from elsewhere, or its note is damaged."""
     try:
         return parse(_file_of(job_id).read_bytes(), LeftOut)
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         return None
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from deployer.agent.host.files import blake2b, is_name
 from deployer.agent.host.layout import JOB_ID, matching_ids, name_ids
-from deployer.agent.host.typed import Damage, from_json, read_typed, to_json
+from deployer.agent.host.typed import InvalidData, from_json, read_typed, to_json
 from deployer.agent.job.status import LOST, State
 from deployer.agent.job.views import Row
 from deployer.connection.host import Way
@@ -79,7 +79,7 @@ def read_records(tell: Callable[[str], None] = lambda damage: None) -> list[JobR
     for path in (state_dir() / "jobs").glob("*.json"):
         try:
             records.append(_read(path))
-        except (OSError, Damage) as error:
+        except (OSError, InvalidData) as error:
             if path.is_symlink() or path.exists():  # else it has just been forgotten; a link to nothing is damage
                 tell(_told(path, error))
     return sorted(records, key=lambda r: (r.created, r.job_id))
@@ -95,7 +95,7 @@ def newest_records(beginning: str, most: int) -> list[JobRecord]:
                     found.append((entry.stat().st_mtime, entry.path))
     records = []
     for _, path in sorted(found, reverse=True)[:most]:
-        with suppress(OSError, Damage):
+        with suppress(OSError, InvalidData):
             records.append(_read(Path(path)))
     return records
 
@@ -113,26 +113,26 @@ def _file_of(record: JobRecord) -> Path:
 
 
 def _read(path: Path) -> JobRecord:
-    """Raises OSError, or Damage if the record does not name its job or its host."""
+    """Raises OSError, or InvalidData if the record does not name its job or its host."""
     record = read_typed(str(path), JobRecord, most=MAX_RECORD)
     if record.job_id != path.stem or not JOB_ID.match(record.job_id):
-        raise Damage(f"is {record.job_id[:60]!r}, not {path.stem[:60]!r}", place="job_id")
+        raise InvalidData(f"is {record.job_id[:60]!r}, not {path.stem[:60]!r}", place="job_id")
     _check_place(record)
     return record
 
 
 def _check_place(record: JobRecord) -> None:
     if not record.root.startswith(("/", "~")):
-        raise Damage(f"is {record.root[:60]!r}, not a folder from / or ~ on", place="root")
+        raise InvalidData(f"is {record.root[:60]!r}, not a folder from / or ~ on", place="root")
     if record.ssh is None and record.ssh_key is not None:
-        raise Damage("is there, and no host", place="ssh_key")
+        raise InvalidData("is there, and no host", place="ssh_key")
     for name in ("ssh", "root", "results", "ssh_key"):
         text = getattr(record, name) or ""
         if not is_name(text):
-            raise Damage(f"is {text[:60]!r}, which names nothing", place=name)
+            raise InvalidData(f"is {text[:60]!r}, which names nothing", place=name)
 
 
-def _told(path: Path, error: OSError | Damage) -> str:
+def _told(path: Path, error: OSError | InvalidData) -> str:
     why = error.strerror if isinstance(error, OSError) else error
     return f"this client's record of {path.stem}, {path}, is damaged: {why}"
 
@@ -221,8 +221,8 @@ def _seen_job(value: dict[str, Any]) -> SeenJob | None:
     try:
         seen = from_json({**value, "job": value}, SeenJob)
         if seen.seen_at is None:
-            raise Damage("is missing", place="seen_at")
-    except Damage as damage:
+            raise InvalidData("is missing", place="seen_at")
+    except InvalidData as damage:
         job_id, where = value.get("id"), value.get("where")
         if not isinstance(job_id, str) or not isinstance(where, str):
             return None
@@ -239,7 +239,7 @@ def note_damage(ssh: str | None, root: str) -> str:
         return ""
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    except Damage as damage:
+    except InvalidData as damage:
         return f"{path} is damaged: {damage}"
     return ""
 
@@ -249,7 +249,7 @@ def last_asked(ssh: str | None, root: str) -> float | None:
     return _read_note(ssh, root).asked_at
 
 
-class _Place(NamedTuple):
+class _HostKey(NamedTuple):
     """The host of a note."""
 
     root: str
@@ -260,8 +260,8 @@ def noted_places() -> list[JobRecord]:
     """A record without a job for each host that has a note."""
     found = []
     for path in (state_dir() / "hosts").glob("*.json"):
-        with suppress(OSError, Damage):
-            place = read_typed(str(path), _Place, most=MAX_NOTE)
+        with suppress(OSError, InvalidData):
+            place = read_typed(str(path), _HostKey, most=MAX_NOTE)
             record = JobRecord("", "", place.ssh, place.root, "", "")
             _check_place(record)
             found.append(record)
@@ -271,7 +271,7 @@ def noted_places() -> list[JobRecord]:
 def _read_note(ssh: str | None, root: str) -> _Note:
     try:
         return read_typed(str(_file_of_rows(ssh, root)), _Note, most=MAX_NOTE)
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         return _Note([])
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.host.typed import InvalidData, from_json
 from deployer.agent.job.status import FINAL, LOST
 from deployer.agent.job.views import Row
 from deployer.connection.call import Call
@@ -68,7 +68,7 @@ class Asker:
             call.check_job_id(job_id, "jobs.id")
             try:
                 rows.append(SeenJob(from_json(value, Row), self.host.name, stamp()))
-            except Damage as damage:
+            except InvalidData as damage:
                 trouble = f"what {self.host.name} says of it is not understood: {damage}"
                 rows.append(self._seen_before(job_id)._replace(trouble=trouble))
         return rows

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deployer.agent.host.files import read_whole
-from deployer.agent.host.typed import Damage, to_json
+from deployer.agent.host.typed import InvalidData, to_json
 from deployer.agent.store.tree import Changes, Entry, dump_entries, load_entries, new_blobs, root_hash, unpacked
 from deployer.agent.wire import frames
 from deployer.connection.call import Call
@@ -198,7 +198,7 @@ class KnownTree:
         try:
             data = read_whole(str(self.file), MAX_BYTES)
             entries = tuple(load_entries(unpacked(data[_NAME_SIZE:])))
-        except (OSError, Damage):
+        except (OSError, InvalidData):
             return ()
         return entries if root_hash(entries).encode("ascii") == data[:_NAME_SIZE] else ()
 

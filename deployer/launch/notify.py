@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from deployer.agent.by_itself.event import Event, Name, body_of, last_event
 from deployer.agent.host.typed import to_json
 from deployer.agent.job.status import FINAL, RUNNING, Status, utc
+from deployer.agent.unattended.event import Event, Name, body_of, last_event
 
 COMMAND_S = 30.0
 """Time limit of a command, and at the end of the job of all of them together."""

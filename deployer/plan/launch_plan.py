@@ -198,7 +198,7 @@ def _value_of(config: Config, key: str) -> Any:
 
 
 def read_settings(request: Request) -> dict[str, dict[str, Any]]:
-    """The settings of a request as sections of a config. Raises Damage if a value is not JSON."""
+    """The settings of a request as sections of a config. Raises InvalidData if a value is not JSON."""
     tree: dict[str, dict[str, Any]] = {}
     for setting in request.overrides:
         key, _, value = setting.partition("=")

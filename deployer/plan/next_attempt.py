@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deployer.agent.host.typed import Damage
+from deployer.agent.host.typed import InvalidData
 from deployer.agent.job.plan import Plan, groups_of, is_trainer, parse_plan
 from deployer.agent.job.record import RawPlan
 from deployer.agent.job.views import PlanView
@@ -47,7 +47,7 @@ def plan_from(host: Host, job_id: str, raw: RawPlan) -> Plan:
     """Parses the plan that the host sent. Raises HostError if it is not one."""
     try:
         return parse_plan(raw)
-    except Damage as damage:
+    except InvalidData as damage:
         raise HostError(f"cannot read what {host.name} says of {job_id}: {damage}") from None
 
 
@@ -206,7 +206,7 @@ def _config_of(job: Resumable, options: Options, *, tell: Callable[[str], None])
 def _settings_of(plan: Plan) -> dict[str, dict[str, Any]]:
     try:
         return read_settings(plan.request)
-    except Damage as damage:
+    except InvalidData as damage:
         raise HostError(f"cannot read what {plan.job_id} was asked for: {damage}") from None
 
 

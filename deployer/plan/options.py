@@ -36,7 +36,7 @@ class Options:
     and for target.secrets the names to add. Only options that were given."""
 
 
-class Asked(NamedTuple):
+class LaunchSpec(NamedTuple):
     config: Config
     """The config with the command line's options."""
     command: Command | None
@@ -45,7 +45,7 @@ class Asked(NamedTuple):
     """The config's keys that were given; not used for a program."""
 
 
-def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: None) -> Asked:
+def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: None) -> LaunchSpec:
     """The config and program of a launch. Raises UsageError for a mistake.
 
     `tell`: called with each setting of the config that has no effect.
@@ -65,20 +65,20 @@ def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: 
     elif command is not None:
         for note in without_effect(command, config.target, options.keys):
             tell(note)
-    return Asked(config, command, given)
+    return LaunchSpec(config, command, given)
 
 
-def with_defaults(asked: Asked, defaults: Mapping[str, Any]) -> tuple[Asked, set[str]]:
+def with_defaults(spec: LaunchSpec, defaults: Mapping[str, Any]) -> tuple[LaunchSpec, set[str]]:
     """The launch with these values for the keys that it does not give; also returns these keys. Raises UsageError if
     the values do not fit together."""
-    own = {*asked.given, *(f"target.env.{name}" for name in asked.config.target.env)}
+    own = {*spec.given, *(f"target.env.{name}" for name in spec.config.target.env)}
     used = {key: value for key, value in defaults.items() if key not in own}
     if not used:
-        return asked, set()
-    config = with_changes(asked.config, used)
+        return spec, set()
+    config = with_changes(spec.config, used)
     _check(config)
-    given = asked.given | {".".join(key.split(".")[:2]) for key in used}
-    return asked._replace(config=config, given=given), set(used)
+    given = spec.given | {".".join(key.split(".")[:2]) for key in used}
+    return spec._replace(config=config, given=given), set(used)
 
 
 def without_effect(command: Command, target: TargetConfig, given: Mapping[str, Any]) -> Iterator[str]:

@@ -41,7 +41,7 @@ from deployer.plan.named_paths import (
     to_include,
     travels,
 )
-from deployer.plan.options import Asked, Options
+from deployer.plan.options import LaunchSpec, Options
 from deployer.plan.setup import make_setup
 from deployer.project import manifest
 from deployer.project.manifest import Scan, Shipment, hash_file
@@ -70,9 +70,9 @@ class Prepared:
     """The folder of --wheels, and its number of packages."""
 
 
-def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
+def prepare(spec: LaunchSpec, *, options: Options, project: Path) -> Prepared:
     """Reads the project and decides the plan. Raises UsageError if it would not send a file that the job needs."""
-    config, command = asked.config, asked.command
+    config, command = spec.config, spec.command
     paths = _include_paths((*config.files, *options.include))
     # an included folder is sent whole, an included link as its target: neither is also part of the code
     env_file = env_file_of(config.target.env_file, project)
@@ -123,7 +123,7 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
         ],
         allow_busy=options.allow_busy,
         restrict_gpus=command is None or "target.gpu_ranks" in options.keys or options.config is not None,
-        text=None if command else _text_of(asked, to_another=own_trainer and project.resolve() != CLIENT_ROOT),
+        text=None if command else _text_of(spec, to_another=own_trainer and project.resolve() != CLIENT_ROOT),
         setup=make_setup(setup, timeout_s, files) if setup else None,
     )
     plan = plan._replace(secret_names=tuple(sorted(payload.get("secrets", ()))))
@@ -180,7 +180,7 @@ DECIDED = ("target.gpu_ranks", "target.train_backend", "target.device")
 """Keys that decide a job's command: its trainer must have the same values."""
 
 
-def _text_of(asked: Asked, *, to_another: bool) -> ConfigText:
+def _text_of(spec: LaunchSpec, *, to_another: bool) -> ConfigText:
     """The config.yaml for the trainer: the whole config for this client's trainer. The project's own trainer may not
     have some of these keys, or have other defaults. It gets only the keys that were given, without those that the host
     carries out."""
@@ -188,9 +188,9 @@ def _text_of(asked: Asked, *, to_another: bool) -> ConfigText:
 
     keys = frozenset(known_keys())
     if to_another:
-        keys = frozenset((*DECIDED, *asked.given)) - {*supervised_keys(), *NOT_REQUESTED}
+        keys = frozenset((*DECIDED, *spec.given)) - {*supervised_keys(), *NOT_REQUESTED}
     # values of --env are not in it: the plan has their names, and the job's environment the values
-    config = replace(asked.config, target=replace(asked.config.target, env={}, env_file=None, ssh=None, after=[]))
+    config = replace(spec.config, target=replace(spec.config.target, env={}, env_file=None, ssh=None, after=[]))
     return ConfigText(config_to_yaml(config, keys), keys, given_alone=to_another)
 
 

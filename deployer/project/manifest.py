@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deployer.agent.host.typed import Damage, read_typed
+from deployer.agent.host.typed import InvalidData, read_typed
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, entry_of_link
 from deployer.errors import UsageError
 from deployer.paths import write_whole
@@ -248,7 +248,7 @@ class HashCache:
     def _read(self) -> dict[str, Any]:
         try:
             kept = read_typed(str(self._file), _Kept, most=MAX_BYTES)
-        except (OSError, Damage):
+        except (OSError, InvalidData):
             return {}
         return kept.files if kept.version == _VERSION else {}
 

@@ -54,7 +54,7 @@ class PullRequest:
     """Maximum number of connections; None: decided by the bytes to copy."""
     paths: tuple[str, ...] = ()
     """Copy only these paths, in the job's folder or its code."""
-    stays: bool = False
+    list_unpulled: bool = False
     """Also list the other files that the job has written."""
 
     @property

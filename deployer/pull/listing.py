@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deployer.agent.host.files import is_path_below
-from deployer.agent.host.typed import Damage, from_json
-from deployer.agent.requests.files.view import LINKS, FileRow, Names, Stays
+from deployer.agent.host.typed import InvalidData, from_json
+from deployer.agent.requests.files.view import LINKS, FileRow, Names, UnpulledFiles
 from deployer.connection.call import Call
 from deployer.errors import HostError
 from deployer.pull.choice import ABSENT, DAMAGED, LINK, LeftOut, PullRequest, name_of
@@ -32,7 +32,7 @@ class Listing:
     """Links, requested paths that do not exist, and invalid rows."""
     outputs: tuple[str, ...] = ()
     """Paths of the project that the job's plan names."""
-    stays: Stays | None = None
+    unpulled: UnpulledFiles | None = None
 
 
 def read_listing(call: Call, request: PullRequest) -> Listing:
@@ -50,8 +50,8 @@ def read_listing(call: Call, request: PullRequest) -> Listing:
             elif name == "absent":
                 reader.take_absent(from_json(value, list[str]))
             elif name == "stays":
-                reader.stays = from_json(value, Stays)
-        except Damage as damage:
+                reader.unpulled = from_json(value, UnpulledFiles)
+        except InvalidData as damage:
             raise HostError(f"the host lists {name} that are not understood: {damage}") from None
     return reader.listing()
 
@@ -59,7 +59,7 @@ def read_listing(call: Call, request: PullRequest) -> Listing:
 class _Reader:
     def __init__(self, request: PullRequest) -> None:
         self.outputs: tuple[str, ...] = ()
-        self.stays: Stays | None = None
+        self.unpulled: UnpulledFiles | None = None
         self._request = request
         self._files: dict[str, RemoteFile] = {}
         self._left_out: list[LeftOut] = []
@@ -72,8 +72,8 @@ class _Reader:
             try:
                 file = parse_file(row, self._request, self.outputs)
                 if file.path in self._files:
-                    raise Damage("is listed twice", place=_short(file.path))
-            except Damage as damage:
+                    raise InvalidData("is listed twice", place=_short(file.path))
+            except InvalidData as damage:
                 self._take_damage(damage)
                 continue
             self._files[file.path] = file
@@ -83,7 +83,7 @@ class _Reader:
         if self._rows > MAX_FILES or self._names_bytes > MAX_NAMES_BYTES:
             raise HostError(f"the host lists more than {len(self._files):,} files", hint="pull them with rsync or tar")
 
-    def _take_damage(self, damage: Damage) -> None:
+    def _take_damage(self, damage: InvalidData) -> None:
         self._damaged += 1
         if self._damaged <= MOST_DAMAGED:
             self._left_out.append(LeftOut(f"row {self._rows} of the host's list", 1, 0, f"{DAMAGED}: {damage}"))
@@ -101,22 +101,22 @@ class _Reader:
         if self._damaged > MOST_DAMAGED:
             more = self._damaged - MOST_DAMAGED
             self._left_out.append(LeftOut(f"{more} more rows", more, 0, DAMAGED))
-        return Listing(list(self._files.values()), self._left_out, self.outputs, self.stays)
+        return Listing(list(self._files.values()), self._left_out, self.outputs, self.unpulled)
 
 
 def parse_file(row: object, request: PullRequest, outputs: Sequence[str] = ()) -> RemoteFile:
-    """A row of the host's list as a file. Raises Damage if it is not a path below a requested one, or has invalid
+    """A row of the host's list as a file. Raises InvalidData if it is not a path below a requested one, or has invalid
     numbers."""
     file = RemoteFile(*from_json(row, FileRow))
     if not is_path(file.path):
         is_below = is_path(_CONTROL.sub("?", file.path))
         what = "has a control character in its name" if is_below else "is not a path below the job's folder"
-        raise Damage(what, place=_short(file.path))
+        raise InvalidData(what, place=_short(file.path))
     part = file.path.split("/", 1)[0]
     if part not in request.parts and name_of(file.path, request.paths, outputs) is None:
-        raise Damage("was not asked for", place=_short(file.path))
+        raise InvalidData("was not asked for", place=_short(file.path))
     if file.size >= 1 << 62 or not file.inode.isdecimal():
-        raise Damage(f"has the size {file.size} and the inode {_short(file.inode)}", place=_short(file.path))
+        raise InvalidData(f"has the size {file.size} and the inode {_short(file.inode)}", place=_short(file.path))
     return file
 
 

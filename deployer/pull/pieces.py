@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from deployer.agent.host.typed import to_json
 from deployer.agent.requests.files.view import DIGEST_BYTES
 from deployer.agent.requests.files.view import Piece as AskedPiece
-from deployer.pull.landing import GATHERING, CannotWrite, Landing, digest_of
+from deployer.pull.target import PARTIAL_FOLDER, CannotWrite, PullTarget, digest_of
 
 PIECE_BYTES = 1 << 20
 """Bytes that one hash covers; a broken connection costs at most these."""
@@ -79,13 +79,13 @@ class Piece:
 class Download:
     """The pieces of one file. Many threads may take part; each method is atomic."""
 
-    def __init__(self, file: RemoteFile, landing: Landing, *, job_id: str, start: int = 0) -> None:
+    def __init__(self, file: RemoteFile, pull_target: PullTarget, *, job_id: str, start: int = 0) -> None:
         self.file = file
         self.failure = ""
         """Why the file could not be copied as listed; empty without a failure."""
         self.heals = False
         """A new list may make it possible."""
-        self._landing = landing
+        self._target = pull_target
         self._start = start  # what comes before is in its place already
         version = [file.inode, start] if file.grows else [file.inode, file.size, file.mtime_ns]
         key = json.dumps([job_id, file.path, version]).encode("ascii")
@@ -99,13 +99,13 @@ class Download:
     def due_bytes(self) -> int:
         """Bytes that are still missing, according to the journal."""
         left = min(self.file.size - self._start, self.file.stored)
-        return max(0, left - self._landing.part_size(self._journal) * PIECE_BYTES)
+        return max(0, left - self._target.part_size(self._journal) * PIECE_BYTES)
 
     def pieces(self) -> Iterator[Piece]:
         """Every piece in order; those from an earlier pull carry the hash of the local bytes."""
         if self._start:
             begin = max(0, self._start - GUARD_BYTES)
-            have = self._landing.digest(self.file.path, begin, self._start - begin)
+            have = self._target.digest(self.file.path, begin, self._start - begin)
             yield Piece(self, begin, self._start - begin, have, guard=True)
         for offset in range(self._start, max(self.file.size, self._start + 1), PIECE_BYTES):
             if self.failure:
@@ -115,10 +115,10 @@ class Download:
 
     def _kept(self, offset: int, length: int) -> str | None:
         number = self._number(offset)
-        if self._landing.part_size(self._journal) <= number:
+        if self._target.part_size(self._journal) <= number:
             return None
         with self._lock:
-            journal = self._landing.open_part(self._journal)
+            journal = self._target.open_part(self._journal)
             try:
                 if os.pread(journal, 1, number) != b"\1":
                     return None
@@ -133,7 +133,7 @@ class Download:
         with self._lock:
             if self.failure:
                 return
-            if at == 0 and not self._landing.has_room():  # whatever the host said of its size
+            if at == 0 and not self._target.has_room():  # whatever the host said of its size
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.pwrite(self._open(), data, piece.offset + at - self._start)
 
@@ -167,23 +167,23 @@ class Download:
             self._close()
             if not heals:  # what came of it takes the room of others
                 with suppress(OSError):
-                    self._landing.drop_part(self._part)
-                    self._landing.drop_part(self._journal)
+                    self._target.drop_part(self._part)
+                    self._target.drop_part(self._journal)
 
     def give_up(self, error: OSError | CannotWrite) -> None:
         """Gives the file up because it cannot be written here."""
-        self.fail(self._landing.why_not(error))
+        self.fail(self._target.why_not(error))
 
     def _settle(self) -> None:
         file = self.file
         if self._start:
-            self._landing.append(self._part, file.path, start=self._start, mtime_ns=file.mtime_ns)
+            self._target.append(self._part, file.path, start=self._start, mtime_ns=file.mtime_ns)
         else:
-            self._landing.settle(self._part, place_of(file), mtime_ns=file.mtime_ns)
-        self._landing.drop_part(self._journal)
+            self._target.publish(self._part, place_of(file), mtime_ns=file.mtime_ns)
+        self._target.drop_part(self._journal)
 
     def _note(self, number: int) -> None:
-        journal = self._landing.open_part(self._journal)
+        journal = self._target.open_part(self._journal)
         try:
             os.pwrite(journal, b"\1", number)
         finally:
@@ -194,7 +194,7 @@ class Download:
 
     def _open(self) -> int:
         if self._fd < 0:
-            self._fd = self._landing.open_part(self._part)
+            self._fd = self._target.open_part(self._part)
         return self._fd
 
     def _close(self) -> None:
@@ -205,7 +205,7 @@ class Download:
 
 def place_of(file: RemoteFile) -> str:
     """The path for a complete file: a checkpoint's files stay in the hidden folder until all of them are complete."""
-    return f"{GATHERING}/{file.path}" if file.unit.startswith("checkpoints/") else file.path
+    return f"{PARTIAL_FOLDER}/{file.path}" if file.unit.startswith("checkpoints/") else file.path
 
 
 class Work:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deployer.agent.host.typed import to_json
-from deployer.agent.requests.files.view import FilesRequest, Stays
-from deployer.connection.host import Host, Patience, Tell
+from deployer.agent.requests.files.view import FilesRequest, UnpulledFiles
+from deployer.connection.host import Host, ReconnectBackoff, Tell
 from deployer.connection.link import Link
 from deployer.errors import ConnectError, FerryError, LostConnection
 from deployer.pull.choice import LeftOut, PullRequest, choose
-from deployer.pull.landing import HEADROOM_BYTES, CannotWrite, Landing
 from deployer.pull.listing import Listing, read_listing
 from deployer.pull.pieces import Download, RemoteFile, place_of
+from deployer.pull.target import HEADROOM_BYTES, CannotWrite, PullTarget
 from deployer.pull.transfer import Progress, Transfer
 from deployer.terminal import size
 
@@ -38,7 +38,7 @@ class Pulled:
     fetched_bytes: int
     seconds: float
     left_out: tuple[LeftOut, ...]
-    stays: Stays | None = None
+    unpulled: UnpulledFiles | None = None
     """The other files that the job has written; None if they were not requested."""
 
     @property
@@ -65,9 +65,9 @@ def pull(
     CannotWrite if nothing can be written. If the files stay on this client (`is_kept`), the host records which ones
     were copied.
     """
-    with Landing(target) as landing:
+    with PullTarget(target) as pull_target:
         return _Pull(
-            host, job_id, landing, request or PullRequest(), progress=progress, tell=tell, is_kept=is_kept
+            host, job_id, pull_target, request or PullRequest(), progress=progress, tell=tell, is_kept=is_kept
         ).run()
 
 
@@ -78,7 +78,7 @@ class _Pull:
         self,
         host: Host,
         job_id: str,
-        landing: Landing,
+        pull_target: PullTarget,
         request: PullRequest,
         *,
         progress: Progress,
@@ -87,10 +87,10 @@ class _Pull:
     ) -> None:
         self._host = host
         self._job_id = job_id
-        self._landing = landing
+        self._target = pull_target
         self._request = request
         self._progress = progress
-        self._patience = Patience(tell)
+        self._backoff = ReconnectBackoff(tell)
         self._is_kept = is_kept
         self._connected = False
         self._failures: dict[str, str] = {}  # unit, or single file -> why it could not be had
@@ -103,7 +103,7 @@ class _Pull:
         for _ in range(ROUNDS):
             link, listing = self._list()
             try:
-                folds_case = self._landing.folds_case()
+                folds_case = self._target.folds_case()
                 kept, left_out = choose(listing.files, self._request, outputs=listing.outputs, folds_case=folds_case)
                 failed = self._fetch(link, [file for file in kept if _whole(file) not in self._given_up])
                 if self._fetched_files and self._is_kept:
@@ -112,14 +112,14 @@ class _Pull:
                 link.close()
             if failed <= self._given_up:
                 break
-        self._landing.clear()
+        self._target.clear()
         lacking = failed | self._given_up
         here = [file for file in kept if _whole(file) not in lacking]
         seconds = time.monotonic() - begun
         left_out += listing.left_out + self._not_had(listing.files, lacking, kept=kept)
         size = sum(file.size for file in here)
         return Pulled(
-            len(here), size, self._fetched_files, self._fetched_bytes, seconds, tuple(left_out), listing.stays
+            len(here), size, self._fetched_files, self._fetched_bytes, seconds, tuple(left_out), listing.unpulled
         )
 
     def _note(self, link: Link, here: Sequence[RemoteFile]) -> None:
@@ -135,7 +135,8 @@ class _Pull:
     def _list(self) -> tuple[Link, Listing]:
         """An open link and the host's list; reconnects if needed."""
         request = self._request
-        asked = FilesRequest(self._job_id, request.parts, request.paths, outputs=not request.paths, stays=request.stays)
+        outputs, stays = not request.paths, request.list_unpulled
+        asked = FilesRequest(self._job_id, request.parts, request.paths, outputs=outputs, stays=stays)
         while True:
             try:
                 link = self._host.connect(request={"op": "files", **to_json(asked)})
@@ -144,7 +145,7 @@ class _Pull:
             except (LostConnection, ConnectError) as error:
                 if not self._connected:
                     raise
-                self._patience.wait(error)
+                self._backoff.wait(error)
 
     def _fetch(self, link: Link, kept: Sequence[RemoteFile]) -> set[str]:
         """Fetches the missing files. Returns the names of those that could not be copied as listed."""
@@ -169,19 +170,19 @@ class _Pull:
         return set(failures)
 
     def _is_here(self, file: RemoteFile) -> bool:
-        return self._landing.has(file.path, size=file.size, mtime_ns=file.mtime_ns)
+        return self._target.has(file.path, size=file.size, mtime_ns=file.mtime_ns)
 
     def _download(self, file: RemoteFile) -> Download | None:
         """The download of one file; None if it is complete, here or with the rest of its checkpoint."""
-        if self._landing.has(place_of(file), size=file.size, mtime_ns=file.mtime_ns):
+        if self._target.has(place_of(file), size=file.size, mtime_ns=file.mtime_ns):
             return None
-        there = self._landing.find(file.path) if file.grows and file.path not in self._anew else None
+        there = self._target.find(file.path) if file.grows and file.path not in self._anew else None
         start = there.st_size if there is not None and there.st_size <= file.size else 0
-        return Download(file, self._landing, job_id=self._job_id, start=start)
+        return Download(file, self._target, job_id=self._job_id, start=start)
 
     def _that_fit(self, downloads: Mapping[str, Sequence[Download]]) -> list[Download]:
         """The downloads for which this disk has room, small ones first; the others are given up."""
-        free = max(0, self._landing.free_bytes() - HEADROOM_BYTES)
+        free = max(0, self._target.free_bytes() - HEADROOM_BYTES)
         room = free
         fitting: list[Download] = []
         for group in sorted(downloads.values(), key=_due):
@@ -201,7 +202,7 @@ class _Pull:
             downloads,
             streams=self._request.streams,
             progress=self._progress,
-            patience=self._patience,
+            backoff=self._backoff,
         )
         try:
             transfer.run(link)
@@ -211,11 +212,11 @@ class _Pull:
     def _settle_checkpoint(self, name: str, files: Sequence[RemoteFile], failures: dict[str, str]) -> None:
         try:
             if name in failures:
-                self._landing.drop_folder(name)
+                self._target.drop_folder(name)
             else:
-                self._landing.settle_folder(name, [file.path[len(name) + 1 :] for file in files])
+                self._target.publish_folder(name, [file.path[len(name) + 1 :] for file in files])
         except (OSError, CannotWrite) as error:
-            failures.setdefault(name, self._landing.why_not(error, name))
+            failures.setdefault(name, self._target.why_not(error, name))
 
     def _not_had(self, listed: Sequence[RemoteFile], lacking: set[str], *, kept: Sequence[RemoteFile]) -> list[LeftOut]:
         """What could not be copied in the last round, and what was removed on the host before it."""

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.host.typed import InvalidData, from_json
 from deployer.agent.requests.files.view import DIGEST_BYTES, PieceEnd
 from deployer.connection.call import Call
-from deployer.connection.host import Host, Patience
+from deployer.connection.host import Host, ReconnectBackoff
 from deployer.connection.link import Link
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
 from deployer.pull.choice import GONE
-from deployer.pull.landing import CannotWrite
 from deployer.pull.pieces import Download, Piece, Work
+from deployer.pull.target import CannotWrite
 from deployer.transport.ssh.attempt import nobody_to_ask
 
 CALLS_PER_LINK = 3
@@ -43,13 +43,13 @@ class Transfer:
         *,
         streams: int | None,
         progress: Progress,
-        patience: Patience,
+        backoff: ReconnectBackoff,
     ) -> None:
         self.fetched_bytes = 0
         self._host = host
         self._job_id = job_id
         self._progress = progress
-        self._patience = patience
+        self._backoff = backoff
         self._due = sum(download.due_bytes for download in downloads)
         many = MAX_STREAMS if self._due >= MANY_BYTES and host.ssh is not None else 1
         self._streams = streams or many
@@ -101,7 +101,7 @@ class Transfer:
             host.close()
         self._others = []
         while True:
-            self._patience.wait(error)
+            self._backoff.wait(error)
             try:
                 return self._host.connect()
             except (LostConnection, ConnectError) as again:
@@ -170,7 +170,7 @@ class Transfer:
         with _written(piece.download):
             piece.download.write(piece, data, at=at)
         with self._work.lock:
-            self._patience.progressed()
+            self._backoff.progressed()
             self.fetched_bytes += len(data)
             self._progress(self.fetched_bytes, max(self._due, self.fetched_bytes))
 
@@ -178,7 +178,7 @@ class Transfer:
         """Handles the host's answer on a piece: it is complete, it is damaged, or its file cannot be copied."""
         try:
             answer = from_json(value, PieceEnd)
-        except Damage as damage:
+        except InvalidData as damage:
             raise HostError(f"the host's word on {piece.download.file.path} is not understood: {damage}") from None
         download = piece.download
         sound = got == piece.length and answer.digest == digest

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from deployer.agent.host.typed import Damage, from_json, load_json, parse
+from deployer.agent.host.typed import InvalidData, from_json, load_json, parse
 from deployer.agent.job.plan import Plan, parse_plan
 from deployer.agent.job.record import Record
 from deployer.agent.job.status import Status
@@ -137,7 +137,7 @@ def take_profiles(facts: Facts, read: Read) -> None:
 def _guarded(facts: Facts, file: str, take: Callable[[], None]) -> None:
     try:
         take()
-    except (Damage, ConfigError) as error:
+    except (InvalidData, ConfigError) as error:
         facts.damages.append(f"{file} is not understood: {error}")
 
 
@@ -207,7 +207,7 @@ def _samples(data: bytes | None) -> list[Sample]:
     """The last ones. A line that is none is passed over."""
     found = []
     for line in (data or b"").split(b"\n")[-MAX_SAMPLES - 1 :]:
-        with suppress(Damage):
+        with suppress(InvalidData):
             found.append(from_json(load_json(line, most=1 << 20), Sample))
     return found
 
@@ -223,7 +223,7 @@ def setting(text: str) -> tuple[str, str]:
     key, _, value = text.partition("=")
     if key in CONCEALED:
         names: Any = None
-        with suppress(Damage):
+        with suppress(InvalidData):
             names = load_json(value.encode("utf-8", "replace"))
         return key, ", ".join(map(str, names)) if isinstance(names, Mapping) else "…"
     return key, "…" if key.startswith(tuple(f"{name}." for name in CONCEALED)) else value

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deployer.agent.doctor.check_root import check_root
-from deployer.agent.guard import OURS, Refused, find_root, secure, secure_root, settle_home
+from deployer.agent.guard import OURS, Refused, correct_home, find_root, secure, secure_root
 from deployer.agent.host.layout import Root
 from tests.support.accounts import MALLORY, ROOT_ONLY, VICTIM, as_account, public_folder
 
@@ -212,7 +212,7 @@ def home_of(named: str | None, must_be_ours: bool) -> tuple[str | None, str]:
     os.environ.pop("HOME", None)
     if named is not None:
         os.environ["HOME"] = named
-    settle_home(must_be_ours=must_be_ours)
+    correct_home(must_be_ours=must_be_ours)
     return os.environ.get("HOME"), find_root("~/x")
 
 

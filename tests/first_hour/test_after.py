@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.by_itself.after import Others, Verdict, decide
 from deployer.agent.host.layout import Job, Root
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import Status
+from deployer.agent.unattended.after import AfterDecision, AwaitedJobs, decide
 from deployer.commands.screen import next_lines
 from deployer.jobs.registry import JobRecord, write_record
 from tests.support.ferry import Ferry
@@ -53,8 +53,8 @@ def end(job: Job) -> Status:
 
 def test_job_starts_once_all_others_have_succeeded_and_never_when_one_has_not() -> None:
     done, runs = Status("succeeded", code=0), Status("running")
-    assert decide([("a", done), ("b", done)]).left == ()
-    assert decide([("a", done), ("b", runs)]).left == ("b",)
+    assert decide([("a", done), ("b", done)]).awaited == ()
+    assert decide([("a", done), ("b", runs)]).awaited == ("b",)
     for ended, words in (
         (Status("failed", code=3), "after b, which failed with code 3"),
         (Status("stopped"), "after b, which was stopped"),
@@ -70,19 +70,19 @@ def test_job_starts_once_all_others_have_succeeded_and_never_when_one_has_not() 
 def test_others_are_looked_at_once_a_second_and_one_that_was_started_again_is_waited_for(tmp_path: Path) -> None:
     run_job(tmp_path, "a", make_plan(python("pass")))
     clock = [0.0]
-    others = Others(Root(str(tmp_path)), ["a"], now=lambda: clock[0])
-    assert others.look() is not None and others.look() is None
+    others = AwaitedJobs(Root(str(tmp_path)), ["a"], now=lambda: clock[0])
+    assert others.poll() is not None and others.poll() is None
     path = tmp_path / "jobs" / "a" / "status.json"
     text = path.read_text()
     # as a resume leaves it; a stranger's, so that nobody looks for its processes
     path.write_text(text.replace('"succeeded"', '"running"').replace('"machine_id": "', '"machine_id": "x'))
     clock[0] = 1.0
-    seen = others.look()
-    assert seen is not None and seen.left == ("a",)
+    seen = others.poll()
+    assert seen is not None and seen.awaited == ("a",)
     path.write_text(text)
     clock[0] = 2.0
-    seen = others.look()
-    assert seen is not None and seen.left == () and not seen.never
+    seen = others.poll()
+    assert seen is not None and seen.awaited == () and not seen.refusal
 
 
 def test_job_that_was_collected_after_its_success_has_succeeded(tmp_path: Path) -> None:
@@ -92,19 +92,19 @@ def test_job_that_was_collected_after_its_success_has_succeeded(tmp_path: Path) 
     text = path.read_text()
     path.write_text(text.replace('"succeeded"', '"running"').replace('"machine_id": "', '"machine_id": "x'))
     clock = [0.0]
-    others = Others(Root(str(tmp_path)), ["a", "b"], now=lambda: clock[0])
-    seen = others.look()
-    assert seen is not None and seen.left == ("b",)
+    others = AwaitedJobs(Root(str(tmp_path)), ["a", "b"], now=lambda: clock[0])
+    seen = others.poll()
+    assert seen is not None and seen.awaited == ("b",)
     shutil.rmtree(tmp_path / "jobs" / "a")
     clock[0] = 1.0
-    seen = others.look()
-    assert seen is not None and seen == Verdict(left=("b",))
+    seen = others.poll()
+    assert seen is not None and seen == AfterDecision(awaited=("b",))
     path.write_text(text)
     clock[0] = 2.0
-    assert others.look() == Verdict()
+    assert others.poll() == AfterDecision()
     # one that nobody has seen succeed is lost all the same
-    never = Others(Root(str(tmp_path)), ["a"]).look()
-    assert never is not None and never.because == "a"
+    never = AwaitedJobs(Root(str(tmp_path)), ["a"]).poll()
+    assert never is not None and never.failed_job == "a"
 
 
 def test_next_commands_hold_no_word_of_the_host_but_an_id() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deployer.agent.host.layout import BESIDE_ENV, Job
-from deployer.agent.host.marks import Look
+from deployer.agent.host.marks import ProcessSnapshot
 from deployer.agent.requests.beside import Beside
 from tests.support.ferry import Ferry
 from tests.support.jobs import wait_for
@@ -69,7 +69,7 @@ def test_command_beside_a_job_has_its_environment_and_is_none_of_its_processes(r
     left = running.run("exec", "waits", "--", "sh", "-c", "sleep 3600 >/dev/null 2>&1 & echo $!")
     pid = int(left.stdout)
     try:
-        assert pid not in [process.pid for process in Look().of(Job(str(folder))).all]
+        assert pid not in [process.pid for process in ProcessSnapshot().of(Job(str(folder))).all]
         assert running.run("stop", "waits", "--grace", "0").returncode == 0
         os.kill(pid, 0)
     finally:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent.by_itself.idle import IdleGpus, IdleTime
-from deployer.agent.gpus.use import Use, parse_use
+from deployer.agent.gpus.utilization import GpuUtilization, parse_utilization
 from deployer.agent.host.layout import Job
 from deployer.agent.job.judge import judge
+from deployer.agent.unattended.idle import IdleGpus, IdleTime
 from tests.support.ferry import Ferry
 from tests.support.jobs import said, wait_for
 from tests.support.smi import fake_smi
@@ -42,9 +42,9 @@ def test_only_time_in_which_all_gpus_were_seen_idle_counts() -> None:
 
 
 def test_use_is_read_as_nvidia_smi_tells_it() -> None:
-    assert parse_use("0, GPU-a, 97\n1, GPU-b, [N/A]\nFailed to initialize NVML\n") == [
-        Use("0", "GPU-a", 97),
-        Use("1", "GPU-b", None),
+    assert parse_utilization("0, GPU-a, 97\n1, GPU-b, [N/A]\nFailed to initialize NVML\n") == [
+        GpuUtilization("0", "GPU-a", 97),
+        GpuUtilization("1", "GPU-b", None),
     ]
 
 
@@ -68,8 +68,8 @@ def test_gpus_that_cannot_be_watched_are_named_once_and_never_idle(
     for _ in range(40):
         clock[0] += 1.0
         assert not gpus.look()
-        if gpus._question is not None:
-            wait_for(lambda: gpus.look() or gpus._question is None)
+        if gpus._query is not None:
+            wait_for(lambda: gpus.look() or gpus._query is None)
     assert told == [f"--idle-timeout cannot watch the GPUs: {why}"]
 
 

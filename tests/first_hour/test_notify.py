@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.by_itself import send
-from deployer.agent.by_itself.event import Event, body_of, sentence
 from deployer.agent.host.layout import Job
 from deployer.agent.job.judge import judge
+from deployer.agent.unattended import send
+from deployer.agent.unattended.event import Event, body_of, sentence
 from deployer.errors import UsageError
 from deployer.plan.notify import read_notify
 from tests.support.ferry import Ferry

@@ -90,7 +90,7 @@ def plot_here(*words: object, **wanted: object) -> int:
     def no_job(job_id: str) -> tuple[Host, JobRecord | None]:
         raise UnknownJob(f"no job {job_id}")
 
-    return command.plot([str(word) for word in words], no_job, command.Wanted(**wanted))  # type: ignore[arg-type]
+    return command.plot([str(word) for word in words], no_job, command.PlotRequest(**wanted))  # type: ignore[arg-type]
 
 
 def test_mistakes_are_told_with_what_there_is(tmp_path: Path):

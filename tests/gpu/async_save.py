@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 
 from trainer.batch import Batch
 from trainer.checkpoint.retention import Keep
-from trainer.checkpoint.shards import settled
+from trainer.checkpoint.shards import reshard
 from trainer.dist import Dist, gather, start_dist, stop_dist
 from trainer.models.build import build_model
 from trainer.models.families.decoder_shape import DecoderShape
@@ -89,7 +89,7 @@ def measure(dist: Dist, folder: Path, shape: DecoderShape) -> dict[str, Any]:
     result["before"] = [step() for _ in range(20)]
     norm = local_tensor(next(p for name, p in module.named_parameters() if name.endswith(NORM)))
     for number, save in enumerate(SAVES, start=1):
-        settled(module)
+        reshard(module)
         expected = norm.detach().clone()
         began = time.perf_counter()
         writer.start(folder, number, module, optimizer, {}, keep=Keep(last=1))

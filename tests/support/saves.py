@@ -53,7 +53,7 @@ def save(
     folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict, dist: Dist, **options
 ) -> Path:
     """A save that is waited for."""
-    writer = Writer(dist, beside=None, at=options.pop("at", lambda point: None))
+    writer = Writer(dist, beside=None, on_stage=options.pop("on_stage", lambda point: None))
     writer.start(folder, step, model, optimizer, extra, keep=Keep())
     written = writer.result()
     writer.close()

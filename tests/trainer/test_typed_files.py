@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from trainer.files import remove_tree
-from trainer.typed import Count, Damage, Size, Within, from_json, parse_json, read_json
+from trainer.typed import Count, InvalidData, Size, Within, from_json, parse_json, read_json
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def test_value_of_its_type_is_read_and_what_the_type_lacks_is_passed_over() -> N
     ],
 )
 def test_damage_says_what_is_where(text: str, told: str) -> None:
-    with pytest.raises(Damage) as caught:
+    with pytest.raises(InvalidData) as caught:
         from_json(parse_json(text.encode()), Outer)
     assert str(caught.value) == told
 
@@ -78,7 +78,7 @@ def test_damage_says_what_is_where(text: str, told: str) -> None:
 def test_file_is_read_up_to_its_bound(tmp_path: Path) -> None:
     (tmp_path / "f").write_text(json.dumps({"step": 1, "rest": "x" * 5000}))
     assert read_json(tmp_path / "f", Outer).step == 1
-    with pytest.raises(Damage, match="it is longer than 100 bytes"):
+    with pytest.raises(InvalidData, match="it is longer than 100 bytes"):
         read_json(tmp_path / "f", Outer, most=100)
 
 

@@ -41,8 +41,8 @@ from trainer.start.rank import FAILURES, comm_timeout_s, tell_failure, usable_de
 from trainer.tensors import local_tensor
 from trainer.train.build import graphed_micro_batches, seed_everything
 from trainer.train.recipe import Recipe, make_recipe, read_basis
+from trainer.train.resolve_defaults import resolve_defaults
 from trainer.train.run import Run
-from trainer.train.settle import settle
 from trainer.train.step import train_step
 from trainer.words import GIB
 
@@ -94,13 +94,13 @@ def calibrate(config: Config, dist: Dist, *, tell: Callable[[str], None]) -> Cal
     """
     settle_offline(config)
     quiet_transformers()
-    settled = settle(config, dist)
-    config, recipe = settled.config, make_recipe(config)
+    resolved = resolve_defaults(config, dist)
+    config, recipe = resolved.config, make_recipe(config)
     shape = read_basis(recipe, config, dist, weights=False).shape
     seed_everything(config, dist)
     bench = Bench(recipe, config, shape, dist)
     began = time.monotonic()
-    for line in [*settled.lines, HEADER]:
+    for line in [*resolved.lines, HEADER]:
         tell(line)
     with fastest_kernels():
         timed, ended = search(
@@ -162,7 +162,7 @@ class Bench:
         except torch.OutOfMemoryError:
             if self._dist.world_size > 1:
                 raise
-            self._backend.settle()
+            self._backend.forget_failed_pass()
             return f"{rows} rows are out of memory"
         finally:
             self._clean(run)

@@ -23,11 +23,11 @@ class SaverLostError(CheckpointError):
     """A save ended with the process that wrote it; the trainer itself can write."""
 
 
-def cannot_load(path: Path, reason: str) -> CheckpointError:
+def load_error(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"cannot load {path}: {reason}. {DAMAGED}")
 
 
-def cannot_write(path: Path, reason: str) -> CheckpointError:
+def write_error(path: Path, reason: str) -> CheckpointError:
     with suppress(OSError):
         reason += f" ({render_bytes(shutil.disk_usage(path.parent).free)} free)"
     return CheckpointError(f"cannot write the checkpoint {path}: {reason}")

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from trainer.files import read_up_to, remove_tree, sync_folder, write_synced
 from trainer.schema import CHECKPOINT_MARKER
-from trainer.typed import MAX_BYTES, Count, Damage, Size, Within, from_json, parse_json
+from trainer.typed import MAX_BYTES, Count, InvalidData, Size, Within, from_json, parse_json
 from trainer.words import first_few
 
 STATE_FILE = "state.json"
@@ -39,7 +39,7 @@ Manifest = dict[str, list[int]]
 FORMAT = 3
 """Of the folder. 2: the optimizer's state by parameter name without its groups, and `files`. 3: the marker holds the
 checksum of `state.json`."""
-SEALED_FORMAT = 3
+CHECKSUMMED_MARKER_FORMAT = 3
 """From here on an empty marker is damage."""
 MARKER_BYTES = 4096
 """A marker's, at most."""
@@ -70,7 +70,7 @@ def is_complete(path: Path) -> bool:
     return (path / CHECKPOINT_MARKER).exists() and (path / METADATA_FILE).exists()
 
 
-def settle(folder: Path) -> dict[int, Path]:
+def restore_replaced(folder: Path) -> dict[int, Path]:
     """Restore checkpoints whose replacement was interrupted. Returns incomplete `step_N` folders by step, ascending.
     Call it only while this process holds the run folder's lock."""
     paths = _listed(folder)
@@ -110,26 +110,28 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def commit(aside: Path, final: Path, info: dict[str, Any], at: Callable[[str], None] = lambda point: None) -> None:
-    """Give a completely written folder its marker and its name; `at` hears of each point that is passed."""
+def commit(
+    aside: Path, final: Path, info: dict[str, Any], on_stage: Callable[[str], None] = lambda stage: None
+) -> None:
+    """Give a completely written folder its marker and its name; `on_stage` hears of each point that is passed."""
     state = json.dumps(info, indent=1).encode()
     write_synced(aside / STATE_FILE, state)
     sync_folder(aside)
-    at("state")
+    on_stage("state")
     write_synced(aside / CHECKPOINT_MARKER, render_marker(state))
     sync_folder(aside)
-    at("marker")
+    on_stage("marker")
     replaced = aside.with_name(f"{aside.name}_replaced")
     if final.exists():  # an incomplete folder of the same step, or a complete one of a run started over
         final.rename(replaced)  # in one piece: half deleted it could still look complete
-        at("replaced")  # who is killed here leaves what `settle` gives back
+        on_stage("replaced")  # who is killed here leaves what `restore_replaced` gives back
     try:
         aside.rename(final)
     except OSError:
         _put_back(replaced)
         raise
     sync_folder(final.parent)
-    at("renamed")
+    on_stage("renamed")
     remove_tree(replaced)
 
 
@@ -176,9 +178,9 @@ def read_state(folder: Path) -> tuple[dict[str, Any], bool]:
     try:
         info = parse_json(state)
         from_json(info, Saved)
-    except Damage as damage:
+    except InvalidData as damage:
         raise DamagedError(f"{STATE_FILE}: {damage}") from None
-    if not marker and info.get("format", 1) >= SEALED_FORMAT:
+    if not marker and info.get("format", 1) >= CHECKSUMMED_MARKER_FORMAT:
         raise DamagedError(
             f"{CHECKPOINT_MARKER} is empty, and holds the checksum of {STATE_FILE} in format {info['format']}"
         )
@@ -187,7 +189,7 @@ def read_state(folder: Path) -> tuple[dict[str, Any], bool]:
 
 def parse_marker(marker: bytes) -> list[int]:
     """Length and CRC-32 of `state.json`."""
-    with suppress(Damage):
+    with suppress(InvalidData):
         says = from_json(parse_json(marker, most=MARKER_BYTES), dict[str, Any])
         return list(from_json(says.get(STATE_FILE), tuple[Count, Count]))
     raise DamagedError(f"{CHECKPOINT_MARKER} has other content than was written")

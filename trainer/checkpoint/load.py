@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.errors import DAMAGED, CheckpointError, cannot_load, first_cause, on_all
+from trainer.checkpoint.errors import DAMAGED, CheckpointError, first_cause, load_error, on_all
 from trainer.checkpoint.folders import (
     STATE_FILE,
     DamagedError,
@@ -44,7 +44,7 @@ class Resumed:
     extra: dict[str, Any]
     files: Manifest = field(default_factory=dict)
     """Length and checksum of each file; empty for one written by an earlier version."""
-    is_sealed: bool = True
+    has_verified_state: bool = True
     """Whether what it says is known to be what was written; not for one written by an earlier version."""
 
 
@@ -60,7 +60,7 @@ def load(
     """
     group, verdict = dist.control_group, f"cannot load {path}. {DAMAGED}"
     resumed = verified or verify(path, dist)
-    failure = partial(cannot_load, path)
+    failure = partial(load_error, path)
     random: list[dict[str, Any]] = []
     on_all(lambda: read_shards(path, model, optimizer, group), group, failure)
     on_all(lambda: check_finite(sharded_state(model, optimizer), verdict), group, failure)
@@ -78,8 +78,8 @@ def load_model(path: Path, model: nn.Module, dist: Dist, *, verified: Resumed | 
     """
     group, verdict = dist.control_group, f"cannot load {path}. {DAMAGED}"
     resumed = verified or verify(path, dist)
-    on_all(lambda: read_model_shards(path, model, group), group, partial(cannot_load, path))
-    on_all(lambda: check_finite({"model": model_state(model)}, verdict), group, partial(cannot_load, path))
+    on_all(lambda: read_model_shards(path, model, group), group, partial(load_error, path))
+    on_all(lambda: check_finite({"model": model_state(model)}, verdict), group, partial(load_error, path))
     return resumed
 
 
@@ -90,7 +90,7 @@ def read_full(path: Path) -> State:
     """
     found: list[State] = []
     verify(path, _ALONE)
-    on_all(lambda: found.append(read_all_shards(path)), None, partial(cannot_load, path))
+    on_all(lambda: found.append(read_all_shards(path)), None, partial(load_error, path))
     return found[0]
 
 
@@ -102,16 +102,16 @@ def read_info(path: Path) -> Resumed:
     if not is_complete(path):
         raise CheckpointError(f"{path} is not a complete checkpoint: {missing(path)}")
     try:
-        info, is_sealed = read_state(path)
+        info, has_verified_state = read_state(path)
         wrong = disagreements(path, info)
         if wrong:
             raise DamagedError("; ".join(wrong))
         info.pop("format", None)
-        return Resumed(info.pop("step"), info.pop("world_size"), info, info.pop("files", {}), is_sealed)
+        return Resumed(info.pop("step"), info.pop("world_size"), info, info.pop("files", {}), has_verified_state)
     except DamagedError as error:
-        raise cannot_load(path, str(error)) from error
+        raise load_error(path, str(error)) from error
     except OSError as error:
-        raise cannot_load(path, f"{STATE_FILE}: {first_cause(error)}") from error
+        raise load_error(path, f"{STATE_FILE}: {first_cause(error)}") from error
 
 
 def verify(path: Path, dist: Dist) -> Resumed:
@@ -125,7 +125,7 @@ def verify(path: Path, dist: Dist) -> Resumed:
         read.append(read_info(path))
         damaged = damages(path, share(read[0].files, dist.rank, dist.world_size))
         if damaged:
-            raise cannot_load(path, "; ".join(damaged))
+            raise load_error(path, "; ".join(damaged))
 
-    on_all(look, dist.control_group, partial(cannot_load, path))
+    on_all(look, dist.control_group, partial(load_error, path))
     return read[0]

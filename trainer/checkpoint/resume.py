@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.errors import DAMAGED, CheckpointError, cannot_load, on_all
+from trainer.checkpoint.errors import DAMAGED, CheckpointError, load_error, on_all
 from trainer.checkpoint.folders import (
     STATE_FILE,
     is_complete,
     missing,
     newest_complete,
+    restore_replaced,
     set_aside,
-    settle,
     steps_in,
 )
 from trainer.checkpoint.load import Resumed, load, verify
@@ -33,7 +33,7 @@ from trainer.files import expanded
 from trainer.optim.build import had_8bit_embeddings
 from trainer.optim.schedules import lr_multiplier
 from trainer.schema import CHECKPOINTS_DIR, RESTARTED_ENV, Config
-from trainer.typed import Damage
+from trainer.typed import InvalidData
 from trainer.words import first_few
 
 ANEW = "restore it, or start anew with train.resume=never"
@@ -51,11 +51,11 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Identity:
+class CheckpointRequirements:
     """What a checkpoint must have been made with."""
 
     shape: Mapping[str, Any]
-    part: Mapping[str, str] = field(default_factory=dict)
+    trained_part: Mapping[str, str] = field(default_factory=dict)
     """What of the model is trained, over which base; see `trained_part`."""
     hashes: Mapping[str, str] = field(default_factory=dict)
 
@@ -83,7 +83,7 @@ def choose(config: Config, run_dir: Path, dist: Dist) -> Choice:
 
 def resume(
     choice: Choice,
-    identity: Identity,
+    required: CheckpointRequirements,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     data: Loader,
@@ -103,13 +103,16 @@ def resume(
             tensors = _differences(path, module, optimizer, dist)
             _check_whole(path, saved)
             check_optimizer(path, saved.extra.get("config") or {}, optimizer)
-            _check(path, saved, identity, tensors, data)
+            _check(path, saved, required, tensors, data)
             _check_state(path, saved.extra.get(RECIPE), state)
             load(path, module, optimizer, dist, verified=saved)
         except CheckpointError as error:
             failures.append((path, error))
             continue
-        return saved, [*_notes(path, choice, failures, dist), *([] if saved.is_sealed else [_unsealed(path)])]
+        return saved, [
+            *_notes(path, choice, failures, dist),
+            *([] if saved.has_verified_state else [_without_checksum(path)]),
+        ]
     if len(failures) == 1 and len(choice.paths) == 1:
         raise failures[0][1]
     if failures:
@@ -204,7 +207,7 @@ def render_horizon(config: Config, *, step: int, before: int | None, now: int, p
 
 def _own(folder: Path) -> Choice:
     try:
-        incomplete = settle(folder)
+        incomplete = restore_replaced(folder)
         return Choice(list(reversed(steps_in(folder).values())), list(incomplete.values()))
     except OSError as error:
         reason = f"cannot list the checkpoints in {folder}: {error.strerror}"
@@ -217,7 +220,7 @@ def _inside(run_dir: Path) -> Path:
 
 def _differences(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, dist: Dist) -> list[str]:
     found: list[str] = []
-    failure = partial(cannot_load, path)
+    failure = partial(load_error, path)
     on_all(lambda: found.extend(differences(path, module, optimizer)), dist.control_group, failure)
     return found
 
@@ -225,18 +228,18 @@ def _differences(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer
 def _check_whole(path: Path, saved: Resumed) -> None:
     """Raise CheckpointError where state.json lacks what every save writes: its checksum is nowhere."""
     if not isinstance(saved.extra.get("data"), Mapping):
-        raise cannot_load(path, f"{STATE_FILE} does not say what a save writes there: data")
+        raise load_error(path, f"{STATE_FILE} does not say what a save writes there: data")
 
 
-def _check(path: Path, saved: Resumed, identity: Identity, tensors: Sequence[str], data: Loader) -> None:
+def _check(path: Path, saved: Resumed, required: CheckpointRequirements, tensors: Sequence[str], data: Loader) -> None:
     """Go to the checkpoint's place in the data. Raises when model, data or length of the run are not those of it."""
-    before = saved.extra.get("shape") or identity.shape
-    changed = [f"{name} {before.get(name)} -> {new}" for name, new in identity.shape.items() if before.get(name) != new]
+    before = saved.extra.get("shape") or required.shape
+    changed = [f"{name} {before.get(name)} -> {new}" for name, new in required.shape.items() if before.get(name) != new]
     if changed:
         raise ModelError(f"{path} was made by another model: {first_few(changed, 8)}", hint=ANEW)
-    check_same_part(path, saved.extra.get("part") or {}, identity.part)
+    check_same_part(path, saved.extra.get("part") or {}, required.trained_part)
     hashes = saved.extra.get("hashes") or {}
-    for name, new in identity.hashes.items():
+    for name, new in required.hashes.items():
         if hashes.get(name, new) != new:
             raise ModelError(f"{path} was made with another {name}: {hashes[name]} -> {new}", hint=ANEW)
     if tensors:
@@ -246,8 +249,8 @@ def _check(path: Path, saved: Resumed, identity: Identity, tensors: Sequence[str
         )
     try:
         data.load_state_dict(saved.extra["data"])
-    except Damage as damage:
-        raise cannot_load(path, f"{STATE_FILE}: {damage.within('data')}") from None
+    except InvalidData as damage:
+        raise load_error(path, f"{STATE_FILE}: {damage.within('data')}") from None
     except DataError as error:
         raise DataError(error.message, where=str(path), hint=error.hint) from None
     if saved.step > data.total_steps:
@@ -280,7 +283,7 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def _unsealed(path: Path) -> str:
+def _without_checksum(path: Path) -> str:
     return (
         f"note: {path.name} is of an earlier version, which kept no checksum of {STATE_FILE}: "
         "that its step and its place in the data are what was saved cannot be checked"

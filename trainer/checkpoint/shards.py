@@ -35,7 +35,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Model and optimizer state by parameter name, sharded as they live; the tensors are the live ones."""
-    settled(model)
+    reshard(model)
     optimizer_state = get_optimizer_state_dict(model, optimizer, options=_options(model))
     return {"model": model_state(model), "optimizer": optimizer_state["state"]}
 
@@ -45,7 +45,7 @@ def model_state(model: nn.Module) -> State:
     return get_model_state_dict(model, options=_options(model))
 
 
-def settled(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Reshard FSDP's modules. An evaluation leaves the root gathered, and then its parameters are not those that the
     optimizer holds."""
     for group in fsdp_modules(model):
@@ -76,7 +76,7 @@ def read_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 def read_model_shards(path: Path, model: nn.Module, group: Group) -> None:
     """Fill only the model from a checkpoint of any number of ranks."""
-    settled(model)
+    reshard(model)
     state = model_state(model)
     _read(path, {"model": state}, group)
     set_model_state_dict(model, state, options=_options(model))

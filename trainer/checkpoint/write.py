@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
-from trainer.checkpoint.errors import CheckpointError, cannot_write, first_cause, on_all
+from trainer.checkpoint.errors import CheckpointError, first_cause, on_all, write_error
 from trainer.checkpoint.folders import FORMAT, Manifest, commit, make_empty, step_name
 from trainer.checkpoint.retention import Keep, prune
 from trainer.checkpoint.shards import write_shards
@@ -20,11 +20,11 @@ from trainer.files import lack_of_room, remove_tree
 
 HEADROOM_BYTES = 8 * 2**20  # metadata, random states and the file system's own blocks
 
-AtPoint = Callable[[str], None]
+StageHook = Callable[[str], None]
 """Hears the name of each point that a save passes, in the thread that passes it."""
 
 
-def ignore_point(point: str) -> None:
+def ignore_stage(stage: str) -> None:
     """The default callback: does nothing."""
 
 
@@ -49,7 +49,7 @@ class Order:
         return self.folder / f".tmp_{step_name(self.step)}"
 
 
-def write(order: Order, state: State, group: Group, at: AtPoint = ignore_point) -> str:
+def write(order: Order, state: State, group: Group, on_stage: StageHook = ignore_stage) -> str:
     """Write `folder/step_NNNNNN`; every rank calls this with its part of the state.
 
     Returns a note, on rank 0, when older checkpoints could not be deleted: this one is complete all the same.
@@ -57,19 +57,19 @@ def write(order: Order, state: State, group: Group, at: AtPoint = ignore_point) 
     Raises CheckpointError on every rank when any rank could not write or holds a value that is not finite; what was
     there before is then as it was, and the partial folder is gone.
     """
-    on_all(lambda: check_finite(state, f"{order.final} not written"), group, partial(cannot_write, order.final))
+    on_all(lambda: check_finite(state, f"{order.final} not written"), group, partial(write_error, order.final))
     _check_space(order, state, group)
     try:
-        _write_aside(order, state, group, at)
+        _write_aside(order, state, group, on_stage)
     except CheckpointError:
         if group is not None:
             torch_dist.barrier(group=group)  # no rank may still write into the folder that rank 0 removes
         if order.rank == 0:
             remove_tree(order.aside)
         raise
-    at("committed")
+    on_stage("committed")
     note = _prune(order) if order.rank == 0 else ""
-    at("pruned")
+    on_stage("pruned")
     return note
 
 
@@ -81,15 +81,15 @@ def _prune(order: Order) -> str:
     return ""
 
 
-def _write_aside(order: Order, state: State, group: Group, at: AtPoint) -> None:
+def _write_aside(order: Order, state: State, group: Group, on_stage: StageHook) -> None:
     aside, main = order.aside, order.rank == 0
-    failure, files = partial(cannot_write, order.final), Manifest()
+    failure, files = partial(write_error, order.final), Manifest()
     on_all(lambda: make_empty(aside) if main else None, group, failure)
-    at("begun")
+    on_stage("begun")
     on_all(lambda: files.update(write_shards(state, aside, group)), group, failure)
-    at("shards")
+    on_stage("shards")
     on_all(lambda: files.update(write_random_state(aside, order.rank, order.random)), group, failure)
-    at("random")
+    on_stage("random")
     info = {
         "format": FORMAT,
         "step": order.step,
@@ -98,7 +98,7 @@ def _write_aside(order: Order, state: State, group: Group, at: AtPoint) -> None:
         # each rank knows its own best: a network file system may show another's late
         "files": {name: entry for part in gather(files, group) for name, entry in part.items()},
     }
-    on_all(lambda: commit(aside, order.final, info, at) if main else None, group, failure)
+    on_all(lambda: commit(aside, order.final, info, on_stage) if main else None, group, failure)
 
 
 def _check_space(order: Order, state: State, group: Group) -> None:
@@ -113,4 +113,4 @@ def _check_space(order: Order, state: State, group: Group) -> None:
             hint = "Free some space, or lower train.keep_last"
             raise CheckpointError(f"no room for a checkpoint in {folder}: {lack}. {hint}")
 
-    on_all(check if order.rank == 0 else lambda: None, group, partial(cannot_write, order.final))
+    on_all(check if order.rank == 0 else lambda: None, group, partial(write_error, order.final))

@@ -24,7 +24,7 @@ from trainer.config.load import ConfigError, load_config, num_processes
 from trainer.console import shown, tame_others, write_json, write_line
 from trainer.errors import UserError
 from trainer.host_memory import available_cores
-from trainer.run_folder import IN_USE_HINT, PATIENCE_S, release_all, taken_by
+from trainer.run_folder import IN_USE_HINT, PATIENCE_S, acquire_run_folder, release_all
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
 from trainer.start import caches, launch
 from trainer.startup import Startup
@@ -275,11 +275,11 @@ def holding(run_dir: Path) -> Iterator[None]:
     """
     try:
         with _needing(run_dir):
-            taken = taken_by(run_dir, patience_s=0)
+            taken = acquire_run_folder(run_dir, patience_s=0)
         if taken:
             write_line(sys.stdout, f"waiting up to {PATIENCE_S:.0f} s: {taken}")
             with _needing(run_dir):
-                taken = taken_by(run_dir)
+                taken = acquire_run_folder(run_dir)
         if taken:
             raise ConfigError(taken, hint=IN_USE_HINT)
         with _needing(run_dir):

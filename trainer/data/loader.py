@@ -19,7 +19,7 @@ from trainer.batch import Batch
 from trainer.config.batch import BatchRules
 from trainer.data.batches.micro_batches import Ranks, build_batches, padding_share, rows_of_rank, rows_within
 from trainer.data.batches.packing import Plan, plan_rows
-from trainer.data.batches.steps import Ahead, Loader, Place, global_batch_size
+from trainer.data.batches.steps import Ahead, DataPosition, Loader, global_batch_size
 from trainer.data.dataset.cache import tokenize_in_memory, tokenize_in_run
 from trainer.data.dataset.documents import (
     Documents,
@@ -226,9 +226,10 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on at the position, also with other ranks or another global batch.
 
-        Raises DataError when documents, seed or lay-out differ from those of the position, Damage where it is none.
+        Raises DataError when documents, seed or lay-out differ from those of the position, InvalidData where it is
+        none.
         """
-        place = from_json(state, Place)
+        place = from_json(state, DataPosition)
         if place.fingerprint != self.fingerprint():
             raise DataError(
                 "the checkpoint was made with other data: rows, tokenizer, template, data.seq_len, data.packing, "

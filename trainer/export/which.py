@@ -14,7 +14,7 @@ from trainer.files import expanded
 from trainer.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from trainer.models.hf import CONFIG_FILE
 from trainer.schema import ADAPTER_DIR, CHECKPOINTS_DIR, EXPORT_DIR
-from trainer.typed import Damage, read_json
+from trainer.typed import InvalidData, read_json
 
 RESULTS = Path("results")
 """Where `deploy.py` brings what a job has made, below the project's folder."""
@@ -76,7 +76,7 @@ def base_of(adapter: Path, given: str | None) -> str:
     if name is None:
         try:
             name = read_json(adapter / ADAPTER_CONFIG, OverBase).base_model_name_or_path
-        except (OSError, Damage) as error:
+        except (OSError, InvalidData) as error:
             raise ModelError(f"{adapter / ADAPTER_CONFIG} cannot be read: {error}") from None
     if not name:
         raise ModelError(f"{adapter} does not say which model it is of", hint="name it with --base")

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.console import shown
 from trainer.failures.comm_errors import comm_facts, explain, is_comm_error
 from trainer.run_folder import write_outcome
-from trainer.typed import Damage, read_json
+from trainer.typed import InvalidData, read_json
 from trainer.words import first_line
 
 FAILURE_FILE = "control/failure.json"
@@ -108,7 +108,7 @@ def has_failed(run_dir: Path) -> bool:
     """Whether a rank of this start has failed already."""
     try:
         return bool(read_json(run_dir / FAILURE_FILE, dict[str, Any]).get("start") == start_id())
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         return False
 
 

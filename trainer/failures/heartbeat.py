@@ -17,7 +17,7 @@ GONE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """One rank's word: who and where it is. `serial` rises with every beat, `count` when the rank gets on."""
 
     rank: int
@@ -38,8 +38,8 @@ class Beat:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def decode(text: str) -> Beat:
-        return from_json(parse_json(text.encode()), Beat)
+    def decode(text: str) -> Heartbeat:
+        return from_json(parse_json(text.encode()), Heartbeat)
 
     @property
     def place(self) -> str:
@@ -47,11 +47,11 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankView:
     """A rank's last beat as one observer has it: seconds since the last new beat, since the rank last got on, and
     since its process was found ended (None: it lives, or runs on another machine)."""
 
-    beat: Beat
+    beat: Heartbeat
     silent_s: float
     still_s: float
     ended_s: float | None = None
@@ -75,7 +75,7 @@ class Verdict:
         return from_json(parse_json(text.encode()), Verdict)
 
 
-def judge(seen: Sequence[Seen], *, timeout_s: float, slow_timeout_s: float) -> Verdict | None:
+def judge(seen: Sequence[RankView], *, timeout_s: float, slow_timeout_s: float) -> Verdict | None:
     """The verdict on what was seen of all ranks; None while all is well.
 
     `timeout_s`: how long no rank may get on in its steps; `slow_timeout_s`: while one saves, exports or prepares.
@@ -84,7 +84,7 @@ def judge(seen: Sequence[Seen], *, timeout_s: float, slow_timeout_s: float) -> V
     return _gone(running) or _silent(running, slow_timeout_s) or _late(running, timeout_s, slow_timeout_s)
 
 
-def _gone(running: Sequence[Seen]) -> Verdict | None:
+def _gone(running: Sequence[RankView]) -> Verdict | None:
     gone = [one.beat for one in running if one.ended_s is not None and one.ended_s >= GONE_S]
     if not gone:
         return None
@@ -96,10 +96,10 @@ def _gone(running: Sequence[Seen]) -> Verdict | None:
     return Verdict("gone", [beat.rank for beat in gone], told)
 
 
-def _silent(running: Sequence[Seen], slow_timeout_s: float) -> Verdict | None:
+def _silent(running: Sequence[RankView], slow_timeout_s: float) -> Verdict | None:
     """A rank of another machine that says nothing; reading or writing files may hold the interpreter for long."""
 
-    def limit(one: Seen) -> float:
+    def limit(one: RankView) -> float:
         return slow_timeout_s if one.beat.phase in SLOW_PHASES else SILENT_S
 
     silent = [one for one in running if not one.alive_here and one.silent_s > limit(one)]
@@ -113,7 +113,7 @@ def _silent(running: Sequence[Seen], slow_timeout_s: float) -> Verdict | None:
     return Verdict("silent", [one.beat.rank for one in silent], f"{told}: its node or the network is gone")
 
 
-def _late(running: Sequence[Seen], timeout_s: float, slow_timeout_s: float) -> Verdict | None:
+def _late(running: Sequence[RankView], timeout_s: float, slow_timeout_s: float) -> Verdict | None:
     slow = any(one.beat.phase in SLOW_PHASES for one in running)
     limit = max(timeout_s, slow_timeout_s) if slow else timeout_s
     if not running or min(one.still_s for one in running) <= limit:
@@ -125,7 +125,7 @@ def _late(running: Sequence[Seen], timeout_s: float, slow_timeout_s: float) -> V
     return Verdict("late", [beat.rank for beat in late], f"no rank has got on for {limit:.0f} s: {told}{waiting}")
 
 
-def late_ranks(beats: Sequence[Beat]) -> list[Beat]:
+def late_ranks(beats: Sequence[Heartbeat]) -> list[Heartbeat]:
     """The ranks that the others wait for: least far on, and of those the ones that do not wait themselves."""
     behind = [beat for beat in beats if beat.count == min(beat.count for beat in beats)]
     return [beat for beat in behind if not beat.waiting] or behind
@@ -134,16 +134,16 @@ def late_ranks(beats: Sequence[Beat]) -> list[Beat]:
 class Observer:
     """Remembers when each rank's beats last changed, by this process's own clock."""
 
-    def __init__(self, world_size: int, *, ended: Callable[[Beat], bool | None]) -> None:
+    def __init__(self, world_size: int, *, ended: Callable[[Heartbeat], bool | None]) -> None:
         """`ended`: whether a beat's process has ended; None when it runs on another machine."""
         self._world_size = world_size
         self._ended = ended
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, Heartbeat] = {}
         self._heard: dict[int, float] = {}
         self._moved: dict[int, float] = {}
         self._gone: dict[int, float] = {}
 
-    def hear(self, beats: Sequence[Beat], now: float) -> None:
+    def update(self, beats: Sequence[Heartbeat], now: float) -> None:
         for beat in beats:
             before = self._beats.get(beat.rank)
             if before is None or before.serial != beat.serial:
@@ -152,21 +152,21 @@ class Observer:
                 self._moved[beat.rank] = now
             self._beats[beat.rank] = beat
 
-    def excuse(self, seconds: float) -> None:
+    def extend_deadlines(self, seconds: float) -> None:
         """Extend every deadline by this time, because the observer itself was stopped for that long."""
         for times in (self._heard, self._moved, self._gone):
             times.update({rank: at + seconds for rank, at in times.items()})
 
-    def seen(self, now: float) -> list[Seen]:
+    def seen(self, now: float) -> list[RankView]:
         """Everything known; empty until every rank was heard once."""
         if len(self._beats) < self._world_size:
             return []
         return [self._see(beat, now) for _, beat in sorted(self._beats.items())]
 
-    def _see(self, beat: Beat, now: float) -> Seen:
+    def _see(self, beat: Heartbeat, now: float) -> RankView:
         ended = self._ended(beat)
         gone = self._gone.setdefault(beat.rank, now) if ended else None
-        return Seen(
+        return RankView(
             beat,
             silent_s=now - self._heard[beat.rank],
             still_s=now - self._moved[beat.rank],

@@ -26,7 +26,7 @@ import torch.distributed as torch_dist
 from trainer.console import write_line
 from trainer.dist import Dist, control_timeout_s
 from trainer.failures import diagnose
-from trainer.failures.heartbeat import SILENT_S, Beat, Observer, Verdict, judge
+from trainer.failures.heartbeat import SILENT_S, Heartbeat, Observer, Verdict, judge
 from trainer.progress import Progress
 
 HANG_DIR = "hang"
@@ -115,7 +115,7 @@ class Watchdog:
         while not self._over.wait(self._peers.period_s):
             now = time.monotonic()
             if now - last > 5 + self._peers.period_s:  # stopped or starved: nobody's silence can be told from ours
-                self._observer.excuse(now - last)
+                self._observer.extend_deadlines(now - last)
                 answered += now - last
             last = now
             try:
@@ -129,7 +129,7 @@ class Watchdog:
     def _post(self) -> None:
         frame = sys._current_frames().get(self._main or 0)
         progress, self._serial = self._progress, self._serial + 1
-        beat = Beat(
+        beat = Heartbeat(
             rank=self._peers.rank,
             host=socket.gethostname(),
             machine=machine_id(),
@@ -144,7 +144,7 @@ class Watchdog:
         self._store.set(f"beat/{beat.rank}", beat.encode())
 
     def _listen(self, now: float) -> None:
-        self._observer.hear(self._beats(), now)
+        self._observer.update(self._beats(), now)
         if self._failed_at is None and self._has("failed"):
             self._failed_at = now
         if self._failed_at is not None:
@@ -158,11 +158,11 @@ class Watchdog:
                 return
             self._carry_out(verdict)
 
-    def _beats(self) -> list[Beat]:
+    def _beats(self) -> list[Heartbeat]:
         keys = [f"beat/{rank}" for rank in range(self._peers.world_size)]
         if not self._store.check(keys):
             return []
-        return [Beat.decode(text.decode()) for text in self._store.multi_get(keys)]
+        return [Heartbeat.decode(text.decode()) for text in self._store.multi_get(keys)]
 
     def _carry_out(self, mine: Verdict | None) -> None:
         """Agree on one verdict, tell it once, leave the stacks behind and end this rank."""
@@ -257,7 +257,7 @@ def machine_id() -> str:
         return socket.gethostname()
 
 
-def process_ended(beat: Beat) -> bool | None:
+def process_ended(beat: Heartbeat) -> bool | None:
     """Whether the process that sent a beat has ended; None when that is another machine's business."""
     if beat.machine != machine_id():
         return None

@@ -35,7 +35,7 @@ from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import JOB_ID_ENV, Config
 from trainer.train.plan_log import ParameterSummary, summarize
 from trainer.train.recipe import Recipe, make_recipe, read_basis
-from trainer.train.settle import foresee
+from trainer.train.resolve_defaults import foresee
 from trainer.words import GIB
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def inspect_run(
     """
     settle_offline(config)
     quiet_transformers()
-    settled = foresee(config)
-    config = settled.config
+    resolved = foresee(config)
+    config = resolved.config
     alone = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     ranks = Dist(rank=0, local_rank=0, world_size=num_processes(config), device=torch.device("cpu"))
     recipe = recipe or make_recipe(config)
@@ -127,7 +127,7 @@ def inspect_run(
         notes=[
             *config_notes(given, backend=plan.backend, deployed=JOB_ID_ENV in os.environ),
             *length_notes(config, data.train.total_steps),
-            *settled.lines,
+            *resolved.lines,
         ],
     )
 

@@ -22,7 +22,7 @@ from trainer.memory.estimate import estimate_memory, savings
 from trainer.memory.plans import Choice, MemoryPlan, choose_plan, possible_plans
 from trainer.models.protocol import Shape
 from trainer.schema import MEMORY_PLAN_FILE, Config
-from trainer.typed import Damage, read_json
+from trainer.typed import InvalidData, read_json
 
 SHOWN_SAVINGS = 4
 
@@ -187,7 +187,7 @@ def read_failed(run_dir: Path, config: Config, world_size: int) -> list[str]:
     """The plans that have failed in this run folder for the same setting."""
     try:
         noted = read_json(run_dir / MEMORY_PLAN_FILE, Failures)
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         return []
     now = json.loads(json.dumps(setting_of(config, world_size)))
     then, _ = take_out(noted.setting, DROPPED)  # an earlier version noted every key of its schema

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TextIO
 from trainer.console import printable
 from trainer.files import replace_bytes
 from trainer.metrics.trackers import Tracker, numbers_of
-from trainer.typed import Damage, Within, from_json, parse_json
+from trainer.typed import InvalidData, Within, from_json, parse_json
 
 Record = dict[str, Any]
 
@@ -153,7 +153,7 @@ def _recorded_step(line: bytes) -> float:
     """The step of one JSON line; infinite for one that a killed process left unfinished, or that is no record."""
     try:
         return from_json(parse_json(line), Stepped).step if line.endswith(b"\n") else math.inf
-    except Damage:
+    except InvalidData:
         return math.inf
 
 

@@ -24,7 +24,7 @@ from trainer.models.lora import (
 from trainer.models.weight_files import open_weights
 from trainer.schema import LoraConfig
 from trainer.tensors import local_tensor, own_slices
-from trainer.typed import Damage, Within, from_json, read_json
+from trainer.typed import InvalidData, Within, from_json, read_json
 from trainer.words import first_few, shortened
 
 CONFIG_FILE = "adapter_config.json"
@@ -139,7 +139,7 @@ def _read_config(folder: Path) -> AdapterFile:
         said = from_json(config, AdapterFile)
     except OSError as error:
         raise ModelError(f"{folder} is no PEFT adapter: {CONFIG_FILE} cannot be read: {error.strerror}") from error
-    except Damage as damage:
+    except InvalidData as damage:
         raise ModelError(f"{path}: {damage}") from None
     if said.peft_type != "LORA":
         raise ModelError(f"{path}: peft_type is {shortened(said.peft_type)}, and only LORA is supported")

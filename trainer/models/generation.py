@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.errors import ModelError
 from trainer.models.hf import CONFIG_FILE
-from trainer.typed import Damage, from_json, read_json
+from trainer.typed import InvalidData, from_json, read_json
 
 GENERATION_FILE = "generation_config.json"
 Ids = int | tuple[int, ...] | None
@@ -37,7 +37,7 @@ def read_generation(folder: Path) -> dict[str, Any]:
             continue
         except OSError as error:
             raise ModelError(f"{folder / name} cannot be read: {error.strerror}") from error
-        except Damage as damage:
+        except InvalidData as damage:
             raise ModelError(f"{folder / name}: {damage}") from None
         said |= (found if name == GENERATION_FILE else {}) | special
     return {key: value for key, value in said.items() if key not in ("transformers_version", "_from_model_config")}

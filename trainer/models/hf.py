@@ -25,7 +25,7 @@ from trainer.host_memory import cores_of_rank
 from trainer.models.lora import is_adapter
 from trainer.models.weight_files import MAX_HEADER_BYTES, StoredTensor, open_weights
 from trainer.tensors import fsdp_modules, local_tensor, own_slices
-from trainer.typed import Damage, read_json
+from trainer.typed import InvalidData, read_json
 from trainer.words import first_few, shortened
 
 CONFIG_FILE = "config.json"
@@ -218,7 +218,7 @@ def _indexed(index: Path) -> list[str]:
         names = sorted(set(read_json(index, WeightIndex, most=MAX_HEADER_BYTES).weight_map.values()))
     except OSError as error:
         raise ModelError(f"{index} cannot be read: {error.strerror}") from error
-    except Damage as damage:
+    except InvalidData as damage:
         raise ModelError(f"{index}: {damage}") from None
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.errors import ModelError
 from trainer.files import OpenFile, why_unreadable
-from trainer.typed import Count, Damage, from_json, parse_json
+from trainer.typed import Count, InvalidData, from_json, parse_json
 from trainer.words import shortened
 
 LENGTH_BYTES = 8
@@ -75,7 +75,7 @@ def open_weights(path: Path) -> dict[str, StoredTensor]:
         return {tensor.name: tensor for tensor in _tensors(file)}
     except OSError as error:
         raise ModelError(f"{path} cannot be read as safetensors: {error.strerror or error}") from None
-    except Damage as damage:
+    except InvalidData as damage:
         raise ModelError(f"{path} cannot be read as safetensors: {damage}") from None
 
 
@@ -87,32 +87,34 @@ def _tensors(file: OpenFile) -> list[StoredTensor]:
         (begin, end), shape, dtype = entry.data_offsets, entry.shape, entry.dtype
         known = DTYPES.get(dtype, dtype)
         if start + begin != at:
-            raise Damage(f"would begin at byte {start + begin:,}, and what is before it ends at {at:,}", place=name)
+            raise InvalidData(
+                f"would begin at byte {start + begin:,}, and what is before it ends at {at:,}", place=name
+            )
         if len(shape) > MAX_DIMS:
-            raise Damage(f"has {len(shape):,} dimensions", place=name)
+            raise InvalidData(f"has {len(shape):,} dimensions", place=name)
         needed = end - begin if isinstance(known, str) else prod(shape) * known.itemsize
         if end - begin != needed:
             told = f"has {end - begin:,} bytes for {shortened(list(shape))} of {shortened(dtype)}"
-            raise Damage(f"{told}, which take {needed:,}", place=name)
+            raise InvalidData(f"{told}, which take {needed:,}", place=name)
         tensors.append(StoredTensor(file, name, known, shape, at))
         at = start + end
     if file.size_bytes != at:
         last = f"{tensors[-1].name} ends at {at:,}" if tensors else f"its header ends at {at:,}"
-        raise Damage(f"has {file.size_bytes:,} bytes, and {last}")
+        raise InvalidData(f"has {file.size_bytes:,} bytes, and {last}")
     return tensors
 
 
 def _read_header(file: OpenFile) -> tuple[list[tuple[str, Entry]], int]:
     """Each tensor in the order of the bytes, and where the values begin."""
     if file.size_bytes < LENGTH_BYTES:
-        raise Damage(f"has {file.size_bytes} bytes")
+        raise InvalidData(f"has {file.size_bytes} bytes")
     length = int.from_bytes(file.read((0, LENGTH_BYTES))[0], "little")
     if length > min(MAX_HEADER_BYTES, file.size_bytes - LENGTH_BYTES):
-        raise Damage(f"has {file.size_bytes:,} bytes, and its header would take {length:,}")
+        raise InvalidData(f"has {file.size_bytes:,} bytes, and its header would take {length:,}")
     try:
         header = from_json(parse_json(file.read((LENGTH_BYTES, length))[0], most=MAX_HEADER_BYTES), dict[str, Any])
         header.pop("__metadata__", None)
         entries = from_json(header, dict[str, Entry])
-    except Damage as damage:
-        raise Damage(f"is damaged: {damage}", place="its header") from None
+    except InvalidData as damage:
+        raise InvalidData(f"is damaged: {damage}", place="its header") from None
     return sorted(entries.items(), key=lambda item: item[1].data_offsets), LENGTH_BYTES + length

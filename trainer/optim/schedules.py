@@ -28,7 +28,7 @@ def lr_multiplier(config: OptimConfig, total_steps: int) -> Multiplier:
 
 
 def settled_rate(config: OptimConfig) -> float:
-    """The learning rate of a config that a run has settled (`trainer.train.settle`)."""
+    """The learning rate of a config that a run has settled (`trainer.train.resolve_defaults`)."""
     if config.learning_rate is None:
         raise ValueError("optim.learning_rate is null, which a run settles before it asks for the rate")
     return config.learning_rate

@@ -68,7 +68,7 @@ class Backend:
         if not self.compiled and self._float8:
             self._float8 = leave_float8(self._model)
 
-    def settle(self) -> None:
+    def forget_failed_pass(self) -> None:
         """Let go of what a forward or backward that has failed left behind, so that the next one starts anew."""
 
     def _arrange(self, model: Model) -> None:

@@ -106,7 +106,7 @@ class FSDPBackend(Backend):
             if group.kept is True:  # the next micro-batch takes it as it is
                 module.set_reshard_after_backward(last, recurse=False)
 
-    def settle(self) -> None:
+    def forget_failed_pass(self) -> None:
         forget_iteration(self.module)
 
     def _sum_whole(self, parameter: Tensor) -> None:

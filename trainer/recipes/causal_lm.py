@@ -30,9 +30,9 @@ from trainer.train.evaluate import held_out_loss
 from trainer.train.plan_log import log_plan
 from trainer.train.probe import probe
 from trainer.train.recipe import Basis, Recipe, read_basis
+from trainer.train.resolve_defaults import resolve_defaults
 from trainer.train.run import Evaluated, LossFn, Run
 from trainer.train.samples import read_prompts, sampler
-from trainer.train.settle import settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 def train(recipe: Recipe, config: Config, run_dir: Path, dist: Dist) -> int:
     """Train as configured, write everything into `run_dir`, and return the exit code."""
     dist.startup.enter("data")
-    settled = settle(config, dist, run_dir)
-    config = settled.config
+    resolved = resolve_defaults(config, dist, run_dir)
+    config = resolved.config
     basis = read_basis(recipe, config, dist)
     seed_everything(config, dist)
     prompts = read_prompts(config, basis.tokenizer, basis.shape)
@@ -52,7 +52,7 @@ def train(recipe: Recipe, config: Config, run_dir: Path, dist: Dist) -> int:
     with closing(data), advice, fastest_kernels():
         run = build_run(recipe, memory.config, run_dir, dist, basis=basis, data=data)
         run.sample = sampler(run, prompts) if prompts else None
-        log_plan(run, [*settled.lines, *memory.fit.lines])
+        log_plan(run, [*resolved.lines, *memory.fit.lines])
         probe(run, memory)
         result = loop.train(run, watchers=step_watchers)
         return finish(run, result, shape=basis.shape, tokenizer=basis.tokenizer)

@@ -18,7 +18,7 @@ from trainer.checkpoint.write import Order
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """A key-value store that every saver can reach: that of the trainers, under another name."""
 
     address: str
@@ -37,14 +37,14 @@ class Meeting:
         return torch_dist.PrefixStore(self.name, store)
 
 
-def meeting_at(store: torch_dist.Store | None, name: str) -> Meeting | None:
+def rendezvous_at(store: torch_dist.Store | None, name: str) -> Rendezvous | None:
     """Where savers can meet that know the trainers' store only by this; None where they cannot."""
     while isinstance(store, torch_dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, torch_dist.TCPStore):
-        return Meeting(store.host, store.port, name)
+        return Rendezvous(store.host, store.port, name)
     if isinstance(store, torch_dist.FileStore):
-        return Meeting(store.path, None, name)  # type: ignore[attr-defined]  # torch's stub lacks it
+        return Rendezvous(store.path, None, name)  # type: ignore[attr-defined]  # torch's stub lacks it
     return None
 
 
@@ -54,12 +54,12 @@ class Setup:
 
     rank: int
     world_size: int
-    meeting: Meeting | None
+    rendezvous: Rendezvous | None
     timeout_s: float
 
 
 @dataclass(frozen=True)
-class Up:
+class Ready:
     """From the saver, once: all savers have met."""
 
 
@@ -70,11 +70,11 @@ class Save:
     order: Order
     state: State
     region_bytes: int | None
-    tells_points: bool
+    reports_stages: bool
 
 
 @dataclass(frozen=True)
-class Point:
+class StageReached:
     """From the saver, where the order asks for it: it has passed this point, and waits for any answer."""
 
     name: str

@@ -17,9 +17,9 @@ from typing import Any
 
 import trainer
 from trainer.checkpoint.states import State
-from trainer.checkpoint.write import AtPoint, Order, ignore_point
+from trainer.checkpoint.write import Order, StageHook, ignore_stage
 from trainer.run_folder import held_descriptors
-from trainer.saver.messages import Outcome, Point, Save, Setup, Up, receive, send
+from trainer.saver.messages import Outcome, Ready, Save, Setup, StageReached, receive, send
 from trainer.saver.region import Region
 
 NOT_FOR_A_SAVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -95,24 +95,24 @@ class SaverProcess:
     def wait_until_up(self) -> str:
         """Wait until all savers have met; how this one was lost, empty when it was not."""
         answer = self._answer()
-        return "" if isinstance(answer, Up) else self._lost(answer)
+        return "" if isinstance(answer, Ready) else self._lost(answer)
 
     def is_gone(self) -> bool:
         """Whether it has ended; only while nothing is expected of it."""
         return self._connection.closed or self._connection.poll()
 
-    def save(self, order: Order, state: State, region: Region, at: AtPoint) -> Outcome:
-        """Have a state written that is in the region; `at` hears of each point before it is passed."""
+    def save(self, order: Order, state: State, region: Region, on_stage: StageHook) -> Outcome:
+        """Have a state written that is in the region; `on_stage` hears of each point before it is passed."""
         new = region is not self._region
         try:
-            send(self._connection, Save(order, state, region.size if new else None, at is not ignore_point))
+            send(self._connection, Save(order, state, region.size if new else None, on_stage is not ignore_stage))
             if new:
                 send_handle(self._connection, region.descriptor, None)
                 self._region = region
         except OSError:
             return Outcome(lost=self._lost(None))
-        while isinstance(answer := self._answer(), Point):
-            at(answer.name)
+        while isinstance(answer := self._answer(), StageReached):
+            on_stage(answer.name)
             with suppress(OSError):  # the next answer tells
                 send(self._connection, None)
         return answer if isinstance(answer, Outcome) and not answer.lost else Outcome(lost=self._lost(answer))

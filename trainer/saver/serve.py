@@ -13,9 +13,9 @@ import torch.distributed as torch_dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.checkpoint.errors import CheckpointError, first_cause
-from trainer.checkpoint.write import AtPoint, ignore_point, write
+from trainer.checkpoint.write import StageHook, ignore_stage, write
 from trainer.dist import Group
-from trainer.saver.messages import Outcome, Point, Save, Setup, Up, receive, send
+from trainer.saver.messages import Outcome, Ready, Save, Setup, StageReached, receive, send
 from trainer.saver.region import Region, unpack
 
 
@@ -49,8 +49,8 @@ def _joined(setup: Setup, connection: Connection) -> Group:
     try:
         store: torch_dist.Store = torch_dist.HashStore()
         if setup.world_size > 1:
-            assert setup.meeting is not None, "the trainers have looked for one"
-            store = setup.meeting.open(setup.timeout_s)
+            assert setup.rendezvous is not None, "the trainers have looked for one"
+            store = setup.rendezvous.open(setup.timeout_s)
         timeout = timedelta(seconds=setup.timeout_s)
         # also for one: a sharded tensor needs it
         torch_dist.init_process_group(
@@ -59,27 +59,27 @@ def _joined(setup: Setup, connection: Connection) -> Group:
     except Exception as error:
         send(connection, Outcome(lost=f"could not join the others: {first_cause(error)}"))
         raise EOFError from error
-    send(connection, Up())
+    send(connection, Ready())
     return None if setup.world_size == 1 else torch_dist.group.WORLD
 
 
 def _carried_out(order: Save, region: Region, group: Group, connection: Connection) -> Outcome:
     """Write a checkpoint with the other savers; how that ended."""
-    at: AtPoint = _telling(connection) if order.tells_points else ignore_point
+    on_stage: StageHook = _reporting(connection) if order.reports_stages else ignore_stage
     try:
-        return Outcome(note=write(order.order, unpack(order.state, region), group, at))
+        return Outcome(note=write(order.order, unpack(order.state, region), group, on_stage))
     except CheckpointError as error:
         return Outcome(error=str(error))
     except (Exception, CheckpointException) as error:
         return Outcome(lost=f"failed with {first_cause(error)}")
 
 
-def _telling(connection: Connection) -> AtPoint:
-    def at(point: str) -> None:
+def _reporting(connection: Connection) -> StageHook:
+    def on_stage(stage: str) -> None:
         try:
-            send(connection, Point(point))
+            send(connection, StageReached(stage))
             receive(connection)
         except (EOFError, OSError):
             os._exit(1)  # the trainer is gone: this save ends where it is, as with `main.end_with`
 
-    return at
+    return on_stage

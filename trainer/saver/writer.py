@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.errors import CheckpointError, SaverLostError, cannot_write
+from trainer.checkpoint.errors import CheckpointError, SaverLostError, write_error
 from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.shards import sharded_state
 from trainer.checkpoint.states import State, local_bytes, random_state
-from trainer.checkpoint.write import AtPoint, Order, ignore_point, write
+from trainer.checkpoint.write import Order, StageHook, ignore_stage, write
 from trainer.dist import Dist, control_timeout_s, gather, new_control_group
 from trainer.saver.copy_memory import expected_bytes, why_no_room
-from trainer.saver.messages import Outcome, Setup, meeting_at
+from trainer.saver.messages import Outcome, Setup, rendezvous_at
 from trainer.saver.process import Launch, SaverProcess, launch_saver
 from trainer.saver.region import why_no_shared_memory
 from trainer.saver.staging import Staging
@@ -73,13 +73,13 @@ class _Vote:
 class Writer:
     """`start` begins a save; `result` gives its outcome. One process needs no process group.
 
-    Without `beside` every save is waited for. `at` hears of the points of every save.
+    Without `beside` every save is waited for. `on_stage` hears of the points of every save.
     """
 
-    def __init__(self, dist: Dist, *, beside: AsyncSave | None, at: AtPoint = ignore_point) -> None:
+    def __init__(self, dist: Dist, *, beside: AsyncSave | None, on_stage: StageHook = ignore_stage) -> None:
         self._dist = dist
         self._group = new_control_group(dist)
-        self._at = at
+        self._on_stage = on_stage
         self._beside = beside
         # a second thread waits for the saver to come up, which a small save does not
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="checkpoint", initializer=_on_device(dist.device))
@@ -163,10 +163,10 @@ class Writer:
         state = sharded_state(model, optimizer)
         if self._is_async(local_bytes(state)):
             packed, wait = self._staging.copy(state)
-            self._at("staged")
+            self._on_stage("staged")
             self._saving = self._threads.submit(self._have_written, order, packed, wait)
         else:
-            self._at("staged")
+            self._on_stage("staged")
             self._saving = self._threads.submit(self._write, order, state)
             self._saving.exception()  # waits, and leaves it to be asked for
         self.saving_step = step
@@ -208,11 +208,11 @@ class Writer:
     def _setup(self) -> Setup:
         dist = self._dist
         name = f"savers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_numbers)}"
-        meeting = meeting_at(dist.store, name)
-        return Setup(dist.rank, dist.world_size, meeting, control_timeout_s())
+        rendezvous = rendezvous_at(dist.store, name)
+        return Setup(dist.rank, dist.world_size, rendezvous, control_timeout_s())
 
     def _why_not(self, needed: int, setup: Setup) -> str | None:
-        if setup.world_size > 1 and setup.meeting is None:
+        if setup.world_size > 1 and setup.rendezvous is None:
             return f"savers cannot meet in a {type(self._dist.store).__name__}"
         assert self._beside is not None
         return why_no_shared_memory() or why_no_room(needed, available=self._beside.available)
@@ -281,20 +281,20 @@ class Writer:
         began = time.perf_counter()
         wait()
         assert self._saver is not None
-        mine = self._saver.save(order, packed, self._staging.region, self._at)
+        mine = self._saver.save(order, packed, self._staging.region, self._on_stage)
         outcomes: list[Outcome] = gather(mine, self._group)
         lost = first_lost([outcome.lost for outcome in outcomes])
         if lost:
             self._give_up()
             gather(None, self._group)  # no saver is alive any more
-            raise SaverLostError(f"{cannot_write(order.final, lost)}; saves stop the training from now on")
+            raise SaverLostError(f"{write_error(order.final, lost)}; saves stop the training from now on")
         if mine.error:
             raise CheckpointError(mine.error)
         return Written(order.final, time.perf_counter() - began, note=mine.note)
 
     def _write(self, order: Order, state: State) -> Written:
         began = time.perf_counter()
-        note = write(order, state, self._group, self._at)
+        note = write(order, state, self._group, self._on_stage)
         return Written(order.final, time.perf_counter() - began, note=note)
 
 

@@ -21,7 +21,7 @@ from trainer.failures import diagnose
 from trainer.failures.heartbeat import SILENT_S
 from trainer.failures.watchdog import leave, watching
 from trainer.metrics.trackers import check_trackers
-from trainer.run_folder import IN_USE_HINT, join, release_all, taken_by
+from trainer.run_folder import IN_USE_HINT, acquire_run_folder, acquire_shared, release_all
 from trainer.schema import OUTCOME_FILE, Config
 from trainer.start import launch
 from trainer.startup import Startup
@@ -46,12 +46,12 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
         startup.enter("ranks")
         dist = start_dist(usable_device(config), comm_timeout_s=comm_timeout_s(config.train.hang_timeout_s))
         dist = replace(dist, startup=startup)
-        taken = on_rank0(dist, lambda: taken_by(run_dir) if run_dir else None)
+        taken = on_rank0(dist, lambda: acquire_run_folder(run_dir) if run_dir else None)
         if taken:
             run_dir = None  # the other run's: nothing of ours is told there
             raise ConfigError(taken, hint=IN_USE_HINT)
         if run_dir and not dist.is_main:
-            join(run_dir)
+            acquire_shared(run_dir)
         run_dir = on_rank0(dist, lambda: _open_run_dir(config, run_dir))
         if dist.is_main:
             write_line(sys.stdout, f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model")

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 from trainer.console import write_line
 from trainer.failures.diagnose import FAILURE_FILE
 from trainer.schema import OUTCOME_FILE, RUN_DIR_ENV
-from trainer.typed import Damage, read_json
+from trainer.typed import InvalidData, read_json
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -102,7 +102,7 @@ class _Told:
 def _read(path: Path) -> _Told:
     try:
         return read_json(path, _Told)
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         return _Told()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.checkpoint.resume import Identity, choose, render_changes, render_doomed, resume
+from trainer.checkpoint.resume import CheckpointRequirements, choose, render_changes, render_doomed, resume
 from trainer.config.load import config_to_dict
 from trainer.data.loader import Data
 from trainer.dist import Dist
@@ -42,8 +42,8 @@ def build_run(recipe: Recipe, config: Config, run_dir: Path, dist: Dist, *, basi
         fill_weights(config, module, folder, dist)
     part = trained_part(config, module, folder, dist)
     hashes, state, loss_fn = dict(recipe.hashes(basis)), recipe.state, recipe.loss(config)
-    identity = Identity(shape.to_dict(), part, hashes)
-    resumed, notes = resume(choice, identity, module, optimizer, data.train, dist, state=state)
+    required = CheckpointRequirements(shape.to_dict(), part, hashes)
+    resumed, notes = resume(choice, required, module, optimizer, data.train, dist, state=state)
     start_step, extra = (0, {}) if resumed is None else (resumed.step, resumed.extra)
     log = MetricsLog(
         run_dir / METRICS_FILE, total_steps=data.train.total_steps, keep_through=start_step, enabled=dist.is_main

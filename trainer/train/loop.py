@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from trainer.checkpoint.write import AtPoint, ignore_point
+from trainer.checkpoint.write import StageHook, ignore_stage
 from trainer.dist import FlagBoard
 from trainer.failures.diagnose import has_failed
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate
@@ -28,20 +28,20 @@ def train(
     run: Run,
     *,
     watchers: Callable[[Run], Sequence[StepWatcher]] = lambda run: (),
-    at: AtPoint = ignore_point,
+    on_stage: StageHook = ignore_stage,
     beside: AsyncSave = DEFAULT,
 ) -> Result:
     """Train from `run.start_step` to the last step, or until asked to stop; evaluated and saved on the way.
 
     Raises NonFiniteError after `train.max_nonfinite_steps` skipped steps in a row, on every rank at the same step.
-    `watchers` gives, before the first step, what stands around each. `at` hears of each point that a save passes;
+    `watchers` gives, before the first step, what stands around each. `on_stage` hears of each point that a save passes;
     `beside` says how saves beside the training are made.
     """
     run.module.train()
     total = run.data.train.total_steps
     lr = learning_rate(run)
     memory = PeakMemory(run.dist.device)
-    evaluator, saver = Evaluator(run), Saver(run, at=at, beside=beside, memory=memory)
+    evaluator, saver = Evaluator(run), Saver(run, on_stage=on_stage, beside=beside, memory=memory)
     with stop_requests(run.run_dir) as is_stop_requested, long_lived() as set_aside:
         saver.prepare()
         if run.start_step == 0:

@@ -33,7 +33,7 @@ machine, may take a hundred times as long as they should."""
 
 
 @dataclass(frozen=True)
-class Settled:
+class ResolvedConfig:
     """A config in which what was left to the run has its value."""
 
     config: Config
@@ -41,46 +41,48 @@ class Settled:
     """What to tell before the first step; empty where the config names everything."""
 
 
-def settle_precision(config: Config, dist: Dist, checkpoint: Mapping[str, Any] = NOTHING) -> Settled:
+def resolve_precision(config: Config, dist: Dist, checkpoint: Mapping[str, Any] = NOTHING) -> ResolvedConfig:
     """Settle `auto`: the precision of the checkpoint that the run resumes, else what all devices have.
 
     Every rank calls this. `checkpoint`: the config of that checkpoint.
     """
     if config.train.precision == "fp32":
-        return Settled(config, [])
+        return ResolvedConfig(config, [])
     why_not = first_reason(why_no_bf16(dist.device), dist)
     if config.train.precision == "bf16":
-        return Settled(
+        return ResolvedConfig(
             config, [f"warning: train.precision is bf16, and {why_not}: fp32 is faster here"] if why_not else []
         )
     saved = saved_precision(checkpoint)
     if saved is None:
-        return _settled(config, why_not)
+        return _resolved(config, why_not)
     line = f"precision: {saved}, as the checkpoint has it (train.precision=auto)"
     if saved == "bf16" and why_not:
         line = f"warning: {line}; {why_not}, so it is slow: train.precision=fp32 changes it"
-    return Settled(with_precision(config, saved), [line])
+    return ResolvedConfig(with_precision(config, saved), [line])
 
 
-def foresee_precision(config: Config) -> Settled:
+def foresee_precision(config: Config) -> ResolvedConfig:
     """What `auto` would become in a run that is only inspected; GPUs that are not here are taken to have bf16."""
     if config.train.precision != "auto":
-        return Settled(config, [])
+        return ResolvedConfig(config, [])
     if config.target.device == "cpu":
-        return _settled(config, why_no_bf16(torch.device("cpu")))
+        return _resolved(config, why_no_bf16(torch.device("cpu")))
     if torch.cuda.is_available():
-        return _settled(config, why_no_bf16(torch.device("cuda", 0)))
-    return Settled(with_precision(config, "bf16"), ["precision: bf16, if the GPUs have it (train.precision=auto)"])
+        return _resolved(config, why_no_bf16(torch.device("cuda", 0)))
+    return ResolvedConfig(
+        with_precision(config, "bf16"), ["precision: bf16, if the GPUs have it (train.precision=auto)"]
+    )
 
 
 def with_precision(config: Config, precision: Precision) -> Config:
     return replace(config, train=replace(config.train, precision=precision))
 
 
-def _settled(config: Config, why_not: str | None) -> Settled:
+def _resolved(config: Config, why_not: str | None) -> ResolvedConfig:
     chosen: Precision = "fp32" if why_not else "bf16"
     line = f"precision: {chosen}{f', {why_not}' if why_not else ''} (train.precision=auto)"
-    return Settled(with_precision(config, chosen), [line])
+    return ResolvedConfig(with_precision(config, chosen), [line])
 
 
 def saved_precision(checkpoint: Mapping[str, Any]) -> Precision | None:

@@ -111,7 +111,7 @@ def _no_gradients_left(run: Run) -> Iterator[None]:
     try:
         yield
     except Exception:
-        run.backend.settle()
+        run.backend.forget_failed_pass()
         raise
     finally:
         run.optimizer.zero_grad(set_to_none=True)

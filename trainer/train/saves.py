@@ -8,7 +8,7 @@ from typing import Any
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.resume import RECIPE
 from trainer.checkpoint.retention import METRIC, Keep
-from trainer.checkpoint.write import AtPoint, ignore_point
+from trainer.checkpoint.write import StageHook, ignore_stage
 from trainer.config.train import saves_the_best
 from trainer.saver.writer import AsyncSave, Writer
 from trainer.schema import CHECKPOINTS_DIR
@@ -29,7 +29,7 @@ class Saver:
         self,
         run: Run,
         *,
-        at: AtPoint = ignore_point,
+        on_stage: StageHook = ignore_stage,
         beside: AsyncSave = DEFAULT,
         memory: PeakMemory | None = None,
         patience_s: tuple[float, float] = PATIENCE_S,
@@ -41,7 +41,7 @@ class Saver:
         train = run.config.train
         # what is saved only at the end is waited for anyway, and needs no copy
         self._is_worth_it = train.async_save and 0 < train.save_every < run.data.train.total_steps
-        self._writer = Writer(run.dist, beside=beside if self._is_worth_it else None, at=at)
+        self._writer = Writer(run.dist, beside=beside if self._is_worth_it else None, on_stage=on_stage)
         self.unsaved: CheckpointError | None = None
         """Why there is no checkpoint of the last save."""
         self.keeps_best = saves_the_best(run.config)

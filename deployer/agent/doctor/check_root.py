@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 from typing import List, Sequence
 
-from ..gc.choose import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
+from ..gc.choose import AGENT, CACHE, DATA, ENV, GcObject, Policy, choose
 from ..gc.inventory import read_inventory
 from ..gpus.view import TICKET, Claim
 from ..guard import TRUSTED, secure_root
@@ -100,18 +100,18 @@ def _some(names: List[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def read_garbage(root: Root) -> Sequence[Thing]:
+def read_garbage(root: Root) -> Sequence[GcObject]:
     """What gc would remove without a limit. Does not walk through folders, so their size is 0."""
-    return choose(read_inventory(root, measure=lambda path: 0), Policy()).things
+    return choose(read_inventory(root, measure=lambda path: 0), Policy()).objects
 
 
-def check_garbage(things: Sequence[Thing]) -> Check:
-    count = {kind: len([t for t in things if t.kind == kind]) for kind in (ENV, DATA, AGENT, CACHE)}
+def check_garbage(objects: Sequence[GcObject]) -> Check:
+    count = {kind: len([t for t in objects if t.kind == kind]) for kind in (ENV, DATA, AGENT, CACHE)}
     named = (
         *(("environment", count[ENV]), ("data set", count[DATA]), ("agent of another version", count[AGENT])),
         ("cache of compiled code", count[CACHE]),
     )
-    size = sum(thing.size for thing in things)
+    size = sum(obj.size for obj in objects)
     parts = [gigabytes(size) + " of files"] + ["%d %s" % (n, _plural(what, n)) for what, n in named if n]
     detail = "gc would free " + ", ".join(parts)
     if size < MUCH_BYTES and not count[ENV] and not count[DATA]:

@@ -33,14 +33,14 @@ from .findings import Check, Found, run_check
 Examination = Tuple[str, Callable[[], Found]]
 
 
-class _Asked(NamedTuple):
+class _DoctorRequest(NamedTuple):
     client_time: Optional[float] = None
 
 
 def doctor(root: Root, call: Call) -> None:
     """Sends facts about this host, and its checks with hints."""
     env = job_environment(dict(os.environ), container_env())
-    facts, checks = examine(root, env, client_time=call.read(_Asked).client_time)
+    facts, checks = examine(root, env, client_time=call.read(_DoctorRequest).client_time)
     call.send_event("doctor", {"facts": facts, "checks": checks})
 
 

@@ -7,7 +7,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 from typing import Dict, FrozenSet, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
-from .view import GoneThings
+from .view import RemovedObjects
 
 TREE, BLOB, PACK, DATA, ENV, AGENT = "tree", "blob", "pack", "data", "env", "agent"
 SPARE, TMP, CACHE = "spare", "tmp", "cache"
@@ -36,7 +36,7 @@ class JobItem(NamedTuple):
     known: bool  # it has a record; without one, what a job needs is anybody's guess
 
 
-class Thing(NamedTuple):
+class GcObject(NamedTuple):
     """An object of the root that is not a job: for example a blob, a tree or an environment."""
 
     kind: str
@@ -48,7 +48,7 @@ class Thing(NamedTuple):
 
 class Inventory(NamedTuple):
     jobs: Tuple[JobItem, ...]
-    things: Tuple[Thing, ...]
+    objects: Tuple[GcObject, ...]
     blobs_of: Mapping[str, FrozenSet[str]]  # tree -> its blobs
     packed: Mapping[str, FrozenSet[str]]  # pack -> the blobs in it
     names_of: Mapping[str, FrozenSet[str]]  # tree -> words of its links' targets, which may lead into a job
@@ -66,7 +66,7 @@ class Policy(NamedTuple):
 
 class Removals(NamedTuple):
     jobs: Tuple[JobItem, ...]
-    things: Tuple[Thing, ...]
+    objects: Tuple[GcObject, ...]
 
 
 def choose(inventory: Inventory, policy: Policy) -> Removals:
@@ -117,19 +117,19 @@ def _is_given_up(job: JobItem, gone: Set[str], inventory: Inventory, policy: Pol
     return _bytes_without(leftovers(inventory, kept, policy), inventory, kept) > policy.max_bytes
 
 
-def _bytes_without(things: Sequence[Thing], inventory: Inventory, kept: Sequence[JobItem]) -> int:
+def _bytes_without(objects: Sequence[GcObject], inventory: Inventory, kept: Sequence[JobItem]) -> int:
     """Bytes that remain once only these jobs are left and these objects are removed."""
-    freed = sum(thing.size for thing in things)
-    return sum(job.size for job in kept) + sum(thing.size for thing in inventory.things) - freed
+    freed = sum(obj.size for obj in objects)
+    return sum(job.size for job in kept) + sum(obj.size for obj in inventory.objects) - freed
 
 
 # --- what jobs share --------------------------------------------------------------------------------------------------
 
 
-def unneeded(inventory: Inventory, kept: Sequence[JobItem]) -> Tuple[Thing, ...]:
+def unneeded(inventory: Inventory, kept: Sequence[JobItem]) -> Tuple[GcObject, ...]:
     """The objects that no job needs, if only these jobs are left."""
     needed = _needed_by_kind(kept)
-    stays = {(t.kind, t.name) for t in inventory.things if _stays(t, needed[t.kind])}
+    stays = {(t.kind, t.name) for t in inventory.objects if _stays(t, needed[t.kind])}
     trees = {name for kind, name in stays if kind == TREE}
     if inventory.spare_tree and any(kind == SPARE for kind, _ in stays):
         trees.add(inventory.spare_tree)
@@ -137,10 +137,10 @@ def unneeded(inventory: Inventory, kept: Sequence[JobItem]) -> Tuple[Thing, ...]
     blobs: Set[str] = set().union(*(inventory.blobs_of.get(tree, frozenset()) for tree in trees))
     stays.update((BLOB, name) for name in blobs)
     stays.update((PACK, name) for name, inside in inventory.packed.items() if inside & blobs)
-    return tuple(t for t in inventory.things if (t.kind, t.name) not in stays)
+    return tuple(t for t in inventory.objects if (t.kind, t.name) not in stays)
 
 
-def leftovers(inventory: Inventory, kept: Sequence[JobItem], policy: Policy) -> Tuple[Thing, ...]:
+def leftovers(inventory: Inventory, kept: Sequence[JobItem], policy: Policy) -> Tuple[GcObject, ...]:
     """The objects to remove if only these jobs are left: those that no job needs. If the rest is larger than the
     policy's size, also caches of any age, before any job."""
     idle = unneeded(inventory, kept)
@@ -148,7 +148,7 @@ def leftovers(inventory: Inventory, kept: Sequence[JobItem], policy: Policy) -> 
     if is_small or _needed_by_kind(kept)[CACHE] is None:
         return idle
     gone = set(idle)
-    return tuple(t for t in inventory.things if t in gone or (t.kind == CACHE and not t.in_use))
+    return tuple(t for t in inventory.objects if t in gone or (t.kind == CACHE and not t.in_use))
 
 
 def _needed_by_kind(kept: Sequence[JobItem]) -> Dict[str, Optional[Set[str]]]:
@@ -171,13 +171,13 @@ def _needed_by_kind(kept: Sequence[JobItem]) -> Dict[str, Optional[Set[str]]]:
     }
 
 
-def _stays(thing: Thing, needed: Optional[Set[str]]) -> bool:
-    return needed is None or thing.name in needed or thing.in_use or thing.age_s < MIN_AGE_S[thing.kind]
+def _stays(obj: GcObject, needed: Optional[Set[str]]) -> bool:
+    return needed is None or obj.name in needed or obj.in_use or obj.age_s < MIN_AGE_S[obj.kind]
 
 
-def totals(things: Sequence[Thing]) -> Tuple[GoneThings, ...]:
+def totals(objects: Sequence[GcObject]) -> Tuple[RemovedObjects, ...]:
     """Number and size of the objects of each kind, in the order of MIN_AGE_S."""
-    kinds = [(kind, [t for t in things if t.kind == kind]) for kind in MIN_AGE_S]
+    kinds = [(kind, [t for t in objects if t.kind == kind]) for kind in MIN_AGE_S]
     return tuple(
-        GoneThings(kind, len(of), sum(t.size for t in of), max(t.age_s for t in of)) for kind, of in kinds if of
+        RemovedObjects(kind, len(of), sum(t.size for t in of), max(t.age_s for t in of)) for kind, of in kinds if of
     )

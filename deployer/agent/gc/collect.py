@@ -16,7 +16,7 @@ from ..host.locks import store_alone, take_lock
 from ..host.typed import to_json
 from ..job.judge import judge
 from ..job.status import FINAL
-from ..requests.files.view import Stays
+from ..requests.files.view import UnpulledFiles
 from ..wire.conversation import Call
 from .choose import (
     AGENT,
@@ -28,17 +28,17 @@ from .choose import (
     SPARE,
     TMP,
     TREE,
+    GcObject,
     Inventory,
     JobItem,
     Policy,
     Removals,
-    Thing,
     choose,
     leftovers,
     totals,
 )
 from .inventory import read_inventory
-from .view import GcReport, GoneJob, KeptJobs
+from .view import GcReport, KeptJobs, RemovedJob
 
 MOST_LOOKED_INTO = 100
 """Maximum number of jobs whose files are checked for missing copies."""
@@ -46,7 +46,7 @@ LOOK_S = 2.0
 """Seconds to wait for a job's lock: a process that only reads how the job ended may hold it for a moment."""
 
 
-class _Asked(NamedTuple):
+class _GcRequest(NamedTuple):
     dry_run: bool = False
     older_than_s: Optional[float] = None
     max_bytes: Optional[int] = None
@@ -58,16 +58,16 @@ class _Asked(NamedTuple):
 def gc(root: Root, call: Call) -> None:
     """Reports what gc would remove; removes it unless `dry_run`. `only`: the IDs of the jobs that the user has agreed
     to. `unfetched`: also report the files of these jobs that were never copied to a client."""
-    asked = call.read(_Asked)
-    only = None if asked.only is None else frozenset(asked.only)
-    policy = Policy(asked.older_than_s, asked.max_bytes, asked.keep_jobs, only)
+    request = call.read(_GcRequest)
+    only = None if request.only is None else frozenset(request.only)
+    policy = Policy(request.older_than_s, request.max_bytes, request.keep_jobs, only)
     seen = read_inventory(root)
-    unfetched = _unfetched(root, choose(seen, policy).jobs) if asked.unfetched else {}
-    chosen, remaining = (choose(seen, policy), []) if asked.dry_run else collect(root, seen, policy)
+    unfetched = _unfetched(root, choose(seen, policy).jobs) if request.unfetched else {}
+    chosen, remaining = (choose(seen, policy), []) if request.dry_run else collect(root, seen, policy)
     call.send_event("gc", to_json(report(root, seen, chosen, remaining, unfetched)))
 
 
-def _unfetched(root: Root, jobs: Sequence[JobItem]) -> Dict[str, Optional[Stays]]:
+def _unfetched(root: Root, jobs: Sequence[JobItem]) -> Dict[str, Optional[UnpulledFiles]]:
     from ..requests.files.fetched import never_fetched  # walks through folders: only where somebody wants to know
 
     return {job.id: never_fetched(root, root.job(job.id)) for job in jobs[:MOST_LOOKED_INTO]}
@@ -85,12 +85,12 @@ def collect(root: Root, seen: Inventory, policy: Policy) -> Tuple[Removals, List
         chosen = choose(now, policy._replace(only=jobs))
         gone = _take_jobs(root, chosen.jobs)
         kept = [job for job in now.jobs if job not in gone]  # one that came to life keeps what it needs
-        things, refused = _take_things(root, leftovers(now, kept, policy))
-    asides = [aside for aside in (*gone.values(), *things.values()) if aside is not None]
+        objects, refused = _take_objects(root, leftovers(now, kept, policy))
+    asides = [aside for aside in (*gone.values(), *objects.values()) if aside is not None]
     for aside in asides:
         remove_folder(aside)
     left = [aside for aside in asides if os.path.lexists(aside)]
-    whole = tuple(thing for thing, aside in things.items() if aside not in left)
+    whole = tuple(obj for obj, aside in objects.items() if aside not in left)
     return Removals(tuple(gone), whole), refused + left
 
 
@@ -98,7 +98,7 @@ def _remembered(root: Root, seen: Inventory) -> Callable[[str], int]:
     """A function that returns sizes of an earlier inventory, without another walk."""
     folders = _folders(root)
     sizes = {os.path.join(root.jobs, job.id): job.size for job in seen.jobs}
-    sizes.update((os.path.join(folders[t.kind], t.name), t.size) for t in seen.things if t.kind in folders)
+    sizes.update((os.path.join(folders[t.kind], t.name), t.size) for t in seen.objects if t.kind in folders)
     return lambda path: sizes.get(path, 0)
 
 
@@ -136,29 +136,29 @@ def _take_job(root: Root, job: Job) -> Optional[str]:
         os.close(fd)
 
 
-def _take_things(root: Root, things: Sequence[Thing]) -> Tuple[Dict[Thing, Optional[str]], List[str]]:
+def _take_objects(root: Root, objects: Sequence[GcObject]) -> Tuple[Dict[GcObject, Optional[str]], List[str]]:
     """Removes the objects or renames them aside. Returns the new path of each (None if it is already removed), and the
     paths of those that stayed.
 
     Trees are removed before blobs: a tree promises that its blobs are there.
     """
     folders = {**_folders(root), TREE: root.trees, PACK: root.packs, SPARE: os.path.join(root.path, "store")}
-    taken: Dict[Thing, Optional[str]] = {}
+    taken: Dict[GcObject, Optional[str]] = {}
     stayed: List[str] = []
-    for thing in sorted(things, key=lambda thing: thing.kind in (BLOB, PACK)):
-        if thing.kind == BLOB:
-            path = os.path.join(root.blobs, thing.name[:2], thing.name[2:])
+    for obj in sorted(objects, key=lambda obj: obj.kind in (BLOB, PACK)):
+        if obj.kind == BLOB:
+            path = os.path.join(root.blobs, obj.name[:2], obj.name[2:])
         else:
-            path = os.path.join(folders[thing.kind], thing.name)
+            path = os.path.join(folders[obj.kind], obj.name)
         aside = None
-        if thing.kind in (TREE, BLOB, PACK):
+        if obj.kind in (TREE, BLOB, PACK):
             remove(path)
         else:
             aside = _take(root, path)
         if os.path.lexists(path):
             stayed.append(path)
         else:
-            taken[thing] = aside
+            taken[obj] = aside
     return taken, stayed
 
 
@@ -183,7 +183,7 @@ def report(
     seen: Inventory,
     chosen: Removals,
     remaining: List[str],
-    unfetched: Mapping[str, Optional[Stays]],
+    unfetched: Mapping[str, Optional[UnpulledFiles]],
 ) -> GcReport:
     """For the client: what is or would be removed, why other jobs stay, and the free space."""
     disk = os.statvfs(existing_folder(root.path))
@@ -194,9 +194,9 @@ def report(
         ("ended", [job for job in stay if not job.foreign and job.ended_s is not None]),
     )
     return GcReport(
-        jobs=tuple(GoneJob(job.id, job.size, job.ended_s, unfetched.get(job.id)) for job in chosen.jobs),
-        rest=totals(chosen.things),
-        total_bytes=sum(job.size for job in chosen.jobs) + sum(t.size for t in chosen.things),
+        jobs=tuple(RemovedJob(job.id, job.size, job.ended_s, unfetched.get(job.id)) for job in chosen.jobs),
+        rest=totals(chosen.objects),
+        total_bytes=sum(job.size for job in chosen.jobs) + sum(t.size for t in chosen.objects),
         kept_jobs=tuple(_summary(what, jobs) for what, jobs in groups if jobs),
         remaining=tuple(remaining),
         free_bytes=disk.f_bavail * disk.f_frsize,

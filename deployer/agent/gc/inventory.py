@@ -16,13 +16,13 @@ from ..host.files import open_regular, read_whole
 from ..host.layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
 from ..host.locks import is_held
 from ..host.machine import this_machine
-from ..host.typed import Damage
+from ..host.typed import InvalidData
 from ..job.judge import judge
 from ..job.status import FINAL, Status, slot_of
 from ..store import packs
 from ..store.spare import read_record
 from ..store.tree import LINK, Entry, blobs_of, load_entries, root_hash
-from .choose import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
+from .choose import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, GcObject, Inventory, JobItem
 
 MAX_TEXT = 32 << 20
 LAUNCH_AGE_S = 86400.0
@@ -50,22 +50,22 @@ def read_inventory(root: Root, *, measure: Optional[Measure] = None) -> Inventor
     size = measure or disk_bytes
     now, live = time.time(), _Live.read()
     trees = dict(_read_trees(root))
-    things = [
-        *(Thing(TREE, name, _file_bytes(path), _age(path, now)) for name, path in _children(root.trees, _TREE)),
+    objects = [
+        *(GcObject(TREE, name, _file_bytes(path), _age(path, now)) for name, path in _children(root.trees, _TREE)),
         *_blobs(root, now),
-        *(Thing(PACK, name, _file_bytes(path), _age(path, now)) for name, path in _children(root.packs, _PACK)),
-        *(Thing(DATA, name, size(path), _age(path, now)) for name, path in _children(root.data, _TREE)),
-        *(Thing(ENV, name, size(path), _age(path, now), live.names(name, path)) for name, path in _envs(root)),
+        *(GcObject(PACK, name, _file_bytes(path), _age(path, now)) for name, path in _children(root.packs, _PACK)),
+        *(GcObject(DATA, name, size(path), _age(path, now)) for name, path in _children(root.data, _TREE)),
+        *(GcObject(ENV, name, size(path), _age(path, now), live.names(name, path)) for name, path in _envs(root)),
         *(_agent(name, path, size(path), now, live) for name, path in _children(root.agents, _AGENT)),
-        *(Thing(TMP, os.path.relpath(path, root.path), size(path), _age(path, now)) for path in _leftovers(root)),
-        *(Thing(CACHE, name, size(path), _age(path, now)) for name, path in _caches(root)),
+        *(GcObject(TMP, os.path.relpath(path, root.path), size(path), _age(path, now)) for path in _leftovers(root)),
+        *(GcObject(CACHE, name, size(path), _age(path, now)) for name, path in _caches(root)),
     ]
     spare = os.path.join(root.path, "store", "spare")
     if os.path.exists(os.path.join(spare, "record.json")):
-        things.append(Thing(SPARE, "spare", size(spare), _age(spare, now)))
+        objects.append(GcObject(SPARE, "spare", size(spare), _age(spare, now)))
     return Inventory(
         jobs=tuple(_job(Job(path), size(path), now, live) for path in _job_folders(root)),
-        things=tuple(things),
+        objects=tuple(objects),
         blobs_of={name: frozenset(blobs_of(entries)) for name, entries in trees.items()},
         packed={name: _packed(path) for name, path in _children(root.packs, _PACK)},
         names_of={name: _link_words(entries) for name, entries in trees.items()},
@@ -193,7 +193,7 @@ def _read_trees(root: Root) -> Iterator[Tuple[str, List[Entry]]]:
     for name, path in _children(root.trees, _TREE):
         try:
             yield name, load_entries(_text(path))
-        except Damage:
+        except InvalidData:
             continue
 
 
@@ -201,14 +201,14 @@ def _link_words(entries: List[Entry]) -> FrozenSet[str]:
     return frozenset().union(*(_words(os.fsencode(entry.hash)) for entry in entries if entry.mode == LINK))
 
 
-def _blobs(root: Root, now: float) -> Iterator[Thing]:
+def _blobs(root: Root, now: float) -> Iterator[GcObject]:
     for prefix, folder in _children(root.blobs, _PREFIX):
         try:
             found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in os.scandir(folder)]
         except OSError:
             continue
         for name, info in ((name, info) for name, info in found if _BLOB.match(name)):
-            yield Thing(BLOB, prefix + name, info.st_blocks * _BLOCK, now - info.st_mtime)
+            yield GcObject(BLOB, prefix + name, info.st_blocks * _BLOCK, now - info.st_mtime)
 
 
 def _packed(path: str) -> FrozenSet[str]:
@@ -222,7 +222,7 @@ def _packed(path: str) -> FrozenSet[str]:
 def _spare_tree(spare: str) -> Optional[str]:
     try:
         return root_hash(read_record(spare).entries)
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         return None
 
 
@@ -258,10 +258,10 @@ def _bytecode_of_former_jobs(root: Root) -> List[str]:
     return found
 
 
-def _agent(name: str, path: str, size: int, now: float, live: "_Live") -> Thing:
+def _agent(name: str, path: str, size: int, now: float, live: "_Live") -> GcObject:
     own = os.path.realpath(path) == os.path.realpath(os.path.dirname(AGENT_DIR))
     in_use = own or name in live.words or is_held(path)
-    return Thing(AGENT, name, size, _age(path, now), in_use)
+    return GcObject(AGENT, name, size, _age(path, now), in_use)
 
 
 class _Live(NamedTuple):

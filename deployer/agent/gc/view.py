@@ -5,21 +5,21 @@ Stdlib only, Python 3.8: both sides use it.
 
 from typing import NamedTuple, Optional, Tuple
 
-from ..requests.files.view import Stays
+from ..requests.files.view import UnpulledFiles
 
 
-class GoneJob(NamedTuple):
+class RemovedJob(NamedTuple):
     """An ended job that `gc` removes, or has removed."""
 
     id: str
     size_bytes: int
     ended_s: Optional[float] = None
     """Seconds since it ended."""
-    unfetched: Optional[Stays] = None
+    unfetched: Optional[UnpulledFiles] = None
     """The job's files that were never copied to a client; None if this was not checked."""
 
 
-class GoneThings(NamedTuple):
+class RemovedObjects(NamedTuple):
     """The removed objects of one kind."""
 
     kind: str
@@ -40,8 +40,8 @@ class KeptJobs(NamedTuple):
 class GcReport(NamedTuple):
     """What is or would be removed, why other jobs stay, and the free space."""
 
-    jobs: Tuple[GoneJob, ...]
-    rest: Tuple[GoneThings, ...]
+    jobs: Tuple[RemovedJob, ...]
+    rest: Tuple[RemovedObjects, ...]
     total_bytes: int
     kept_jobs: Tuple[KeptJobs, ...]
     remaining: Tuple[str, ...]

@@ -15,7 +15,7 @@ from ..host.errors import AgentError
 from ..host.layout import Root
 from ..host.typed import to_json
 from . import nvidia
-from .leases import MAX_NUMBER, Claims, Held, claiming, read_claims, show_again, take_over
+from .leases import MAX_NUMBER, Claims, HeldClaim, claiming, read_claims, show_again, take_over
 from .nvidia import GpuView
 from .queue import Devices, any_overlap, freest, grant, holds, queue_of, queue_view, refusal
 from .report import GpuClaim, GpuLimit, GpuReport, GpuRow, GpuTicket
@@ -25,9 +25,9 @@ from .view import (
     TICKET,
     Claim,
     ClaimKind,
-    Handed,
+    GpuRequest,
+    InheritedClaim,
     QueueView,
-    Wanted,
     auto_count,
 )
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _MINE = "mine"
 
 
-def claim_gpus(wanted: Wanted, env: Dict[str, str]) -> Held:
+def claim_gpus(wanted: GpuRequest, env: Dict[str, str]) -> HeldClaim:
     """Claims and holds the GPUs that a job requests; with `queue`, a ticket if they are not free.
 
     Raises AgentError if the host lacks them, or if they are not free, with who has them.
@@ -59,7 +59,7 @@ def claim_gpus(wanted: Wanted, env: Dict[str, str]) -> Held:
 
 
 @contextmanager
-def claimed(wanted: Wanted, env: Dict[str, str]) -> Iterator[Held]:
+def claimed(wanted: GpuRequest, env: Dict[str, str]) -> Iterator[HeldClaim]:
     """The same, until the supervisor that is started in the block holds the claim itself."""
     held = claim_gpus(wanted, env)
     try:
@@ -68,7 +68,7 @@ def claimed(wanted: Wanted, env: Dict[str, str]) -> Iterator[Held]:
         held.release()
 
 
-def would_get(wanted: Wanted, env: Dict[str, str]) -> str:
+def would_get(wanted: GpuRequest, env: Dict[str, str]) -> str:
     """The GPUs that a job would get now, as CUDA_VISIBLE_DEVICES lists them. For `auto:N` this includes busy GPUs."""
     gpu_view = _read_for(wanted, env)
     return _visible(wanted, _choose_beside(wanted, gpu_view), gpu_view)
@@ -97,7 +97,7 @@ def report(root: Root, call: "Call") -> None:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _read_for(wanted: Wanted, env: Dict[str, str]) -> GpuView:
+def _read_for(wanted: GpuRequest, env: Dict[str, str]) -> GpuView:
     return nvidia.read_gpus(wanted.gpus, env, on_cpu=wanted.on_cpu, limited=True)
 
 
@@ -113,28 +113,30 @@ def _devices(gpu_view: GpuView) -> Devices:
     return tuple(gpu.device for gpu in chosen)
 
 
-def _lease(claims: Claims, wanted: Wanted, devices: Devices, gpu_view: GpuView, kind: ClaimKind = LEASE) -> Held:
+def _lease(
+    claims: Claims, wanted: GpuRequest, devices: Devices, gpu_view: GpuView, kind: ClaimKind = LEASE
+) -> HeldClaim:
     return claims.hold(Claim(kind, wanted.job, devices), _visible(wanted, devices, gpu_view))
 
 
-def _visible(wanted: Wanted, devices: Sequence[str], gpu_view: GpuView) -> str:
+def _visible(wanted: GpuRequest, devices: Sequence[str], gpu_view: GpuView) -> str:
     """CUDA_VISIBLE_DEVICES: as the plan names the GPUs, or the chosen indices."""
     if not auto_count(wanted.gpus):
         return ",".join(wanted.gpus)
     return ",".join(gpu.label for gpu in gpu_view.known if gpu.device in devices)
 
 
-def _beside(wanted: Wanted, gpu_view: GpuView) -> Held:
+def _beside(wanted: GpuRequest, gpu_view: GpuView) -> HeldClaim:
     """A claim that keeps no other job out. If it cannot be made, the job starts without it."""
     devices = _choose_beside(wanted, gpu_view)
     try:
         with claiming() as claims:
             return _lease(claims, wanted, devices, gpu_view, SHARED)
     except AgentError:
-        return Held(Claim(SHARED, wanted.job, devices), _visible(wanted, devices, gpu_view))
+        return HeldClaim(Claim(SHARED, wanted.job, devices), _visible(wanted, devices, gpu_view))
 
 
-def _choose_beside(wanted: Wanted, gpu_view: GpuView) -> Devices:
+def _choose_beside(wanted: GpuRequest, gpu_view: GpuView) -> Devices:
     count = auto_count(wanted.gpus)
     if not count:
         return tuple(gpu.device for gpu in gpu_view.named)
@@ -167,16 +169,16 @@ GPU_VIEW_S = 10.0
 class JobGpus:
     """Call `look` until it is not `waiting` any more; then start the job with `visible` and `stdin`."""
 
-    def __init__(self, wanted: Wanted, env: Dict[str, str], handed: Optional[Handed]) -> None:
-        """`handed`: the claim that the agent made. None for a job whose supervisor was killed (see hold_again), and for
-        one that waited for another job (see claim)."""
+    def __init__(self, wanted: GpuRequest, env: Dict[str, str], inherited: Optional[InheritedClaim]) -> None:
+        """`inherited`: the agent's claim. None for a job whose supervisor was killed (see hold_again), and for one that
+        waited for another job (see claim)."""
         self.view: Optional[QueueView] = None
         """Why the job waits."""
         self.given_to = ""
         """The job that claimed the GPUs while nobody held them."""
         self._wanted = wanted
         self._env = env
-        self._held = take_over(handed) if handed else None
+        self._held = take_over(inherited) if inherited else None
         self._gpu_view: Optional[GpuView] = None
         self._seen_at = self._looked_at = self._keep_again_at = float("-inf")
 
@@ -233,7 +235,7 @@ class JobGpus:
                 else:
                     self._held = claims.hold(claim, visible)
         except (AgentError, OSError):
-            self._held = Held(claim, visible)  # `keep` tries again
+            self._held = HeldClaim(claim, visible)  # `keep` tries again
 
     def keep(self) -> None:
         """Restores the claim's file names and text if they were removed or changed; call it often. If no name is left,
@@ -258,7 +260,7 @@ class JobGpus:
         if self._held is not None:
             self._held.release(ended=ended)
 
-    def _look(self, ticket: Held) -> None:
+    def _look(self, ticket: HeldClaim) -> None:
         claims = self._others(read_claims(), ticket)
         gpu_view = self._gpu_view
         perhaps = gpu_view is None or self._granted(claims, gpu_view, busy=()) is not None
@@ -270,7 +272,7 @@ class JobGpus:
         if self.waiting:
             self.view = queue_view(ticket.claim, claims, gpu_view, memory=False)
 
-    def _take(self, ticket: Held, gpu_view: GpuView) -> None:
+    def _take(self, ticket: HeldClaim, gpu_view: GpuView) -> None:
         with claiming() as claims:
             chosen = self._granted(self._others(claims.read(), ticket), gpu_view, busy=gpu_view.busy())
             if chosen is None:
@@ -278,7 +280,7 @@ class JobGpus:
             self._held = _lease(claims, self._wanted, chosen, gpu_view)
         ticket.release(ended=True)
 
-    def _others(self, claims: Sequence[Claim], ticket: Held) -> List[Claim]:
+    def _others(self, claims: Sequence[Claim], ticket: HeldClaim) -> List[Claim]:
         return _of_others(claims, self._wanted.job, but=ticket.claim.file)
 
     def _granted(self, claims: Sequence[Claim], gpu_view: GpuView, *, busy: Collection[str]) -> Optional[Devices]:

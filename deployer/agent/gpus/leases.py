@@ -25,9 +25,9 @@ from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 from ..host.errors import AgentError
 from ..host.locks import lock_holders, lock_key, take_lock
 from ..host.processes import uid_of, user_name
-from ..host.typed import Damage, parse
-from .places import Place, Places, locked, opened, unusable
-from .view import LEASE, Claim, Handed
+from ..host.typed import InvalidData, parse
+from .places import LeaseDir, LeaseDirs, locked, opened, unusable
+from .view import LEASE, Claim, InheritedClaim
 
 MUTEX_S = 10.0
 """Seconds to wait for the folder's lock: a claim holds it for milliseconds, so after this time its holder hangs."""
@@ -41,7 +41,7 @@ _NO_CLAIM = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class Held:
+class HeldClaim:
     """A claim that this process holds through the descriptor `fd`, as does every process that inherits it; -1 if the
     claim could not be made. `visible`: CUDA_VISIBLE_DEVICES for the job of a lease. `names`: the claim's paths."""
 
@@ -52,9 +52,9 @@ class Held:
         self.names = list(names)
         self._mtime_ns = os.fstat(fd).st_mtime_ns if fd >= 0 else 0
 
-    def handed(self) -> Handed:
+    def to_inherit(self) -> InheritedClaim:
         """The claim for a process that inherits the descriptor under its number; see take_over."""
-        return Handed(self.claim, self.visible, self.fd if self.fd >= 0 else None, tuple(self.names))
+        return InheritedClaim(self.claim, self.visible, self.fd if self.fd >= 0 else None, tuple(self.names))
 
     @property
     def is_lost(self) -> bool:
@@ -108,7 +108,7 @@ def claiming(timeout_s: float = MUTEX_S) -> Iterator["Claims"]:
         yield Claims(places)
 
 
-def show_again(held: Held) -> Held:
+def show_again(held: HeldClaim) -> HeldClaim:
     """Restores missing hard links to the claim's file; makes a new claim if none is left. Needs no lock, because the
     claim is held all the time."""
     with opened() as places:
@@ -129,13 +129,13 @@ def show_again(held: Held) -> Held:
 class Claims:
     """The claims in locked places; see `claiming`."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: LeaseDirs) -> None:
         self._places = places
 
     def read(self) -> List[Claim]:
         return _read_all(self._places)
 
-    def hold(self, claim: Claim, visible: str = "") -> Held:
+    def hold(self, claim: Claim, visible: str = "") -> HeldClaim:
         """Makes the claim and holds it. The file is already locked when it gets its name, so it never looks stale."""
         try:
             first, *more = self._places.wanted()
@@ -153,15 +153,15 @@ class Claims:
         except OSError as e:
             raise self._places.refused(e)
         made = claim._replace(uid=os.geteuid(), file=lock_key(os.fstat(fd)), since=time.time(), locker="")
-        return Held(made, visible, fd, names)
+        return HeldClaim(made, visible, fd, names)
 
 
-def take_over(handed: Handed) -> Held:
-    """The claim that another process passed on with its descriptor; see `Held.handed`."""
-    if handed.fd is None:
-        return Held(handed.claim, handed.visible)
-    os.set_inheritable(handed.fd, False)
-    return Held(handed.claim, handed.visible, handed.fd, handed.names)
+def take_over(inherited: InheritedClaim) -> HeldClaim:
+    """The claim that another process passed on with its descriptor; see `HeldClaim.to_inherit`."""
+    if inherited.fd is None:
+        return HeldClaim(inherited.claim, inherited.visible)
+    os.set_inheritable(inherited.fd, False)
+    return HeldClaim(inherited.claim, inherited.visible, inherited.fd, inherited.names)
 
 
 # --- the files --------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def _text(claim: Claim) -> str:
     return json.dumps({key: getattr(claim, key) for key in _WRITTEN})
 
 
-def _make(place: Place, claim: Claim) -> Tuple[int, str]:
+def _make(place: LeaseDir, claim: Claim) -> Tuple[int, str]:
     """Creates a claim's file in a place, locked before another process can open it: (descriptor for reading, path)."""
     text = _text(claim)
     new, name = "%snew-%s" % (place.prefix, os.urandom(8).hex()), place.name(claim.job)
@@ -197,7 +197,7 @@ def _make(place: Place, claim: Claim) -> Tuple[int, str]:
     return held, os.path.join(place.path, name)
 
 
-def _link(fd: int, place: Place, job: str) -> str:
+def _link(fd: int, place: LeaseDir, job: str) -> str:
     """Makes a hard link to the open file in a place, if that is writable. If it is not, the returned path does not
     exist, and `keep` tries again."""
     name = place.name(job)
@@ -209,7 +209,7 @@ def _link(fd: int, place: Place, job: str) -> str:
     return os.path.join(place.path, name)
 
 
-def _unlink_quietly(name: str, place: Place) -> None:
+def _unlink_quietly(name: str, place: LeaseDir) -> None:
     try:
         os.unlink(name, dir_fd=place.fd)
     except OSError:
@@ -260,7 +260,7 @@ def _is_ours_open(found: os.stat_result) -> bool:
     return False
 
 
-def _read_all(places: Places) -> List[Claim]:
+def _read_all(places: LeaseDirs) -> List[Claim]:
     found: Dict[str, Claim] = {}
     for place, name in places.candidates():
         claim = _read(place, name)
@@ -269,7 +269,7 @@ def _read_all(places: Places) -> List[Claim]:
     return _with_lockers(list(found.values()))
 
 
-def _read(place: Place, name: str) -> Optional[Claim]:
+def _read(place: LeaseDir, name: str) -> Optional[Claim]:
     """Reads a claim. None for a stale one, which is removed if it is ours, and for any other file. Raises AgentError if
     that cannot be determined: it could be a valid claim."""
     try:
@@ -296,14 +296,14 @@ def _read(place: Place, name: str) -> Optional[Claim]:
         os.close(fd)
 
 
-def _of_all(place: Place, name: str) -> Claim:
+def _of_all(place: LeaseDir, name: str) -> Claim:
     """The claim of a held file that cannot be parsed (a failing disk, or another version): it may be for any GPU, so it
     counts for all."""
     found = place.claims.match(name)
     return Claim(LEASE, found.group(1) if found else "", ())
 
 
-def _unreadable(place: Place, name: str, error: OSError) -> AgentError:
+def _unreadable(place: LeaseDir, name: str, error: OSError) -> AgentError:
     try:
         uid = os.stat(name, dir_fd=place.fd, follow_symlinks=False).st_uid
     except OSError:
@@ -333,7 +333,7 @@ def parse_claim(data: bytes) -> Optional[Claim]:
     name."""
     try:
         kind, job, devices, auto, number, *_ = parse(data, Claim, most=MAX_BYTES)
-    except Damage:
+    except InvalidData:
         return None
     if len(devices) > 256 or max(auto, number) > MAX_NUMBER or not all(map(_DEVICE.match, devices)):
         return None

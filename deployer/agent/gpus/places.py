@@ -37,7 +37,7 @@ _UNSEEN = "a process that this login cannot see"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-class Place(NamedTuple):
+class LeaseDir(NamedTuple):
     path: str
     fd: int
     prefix: str  # of the names of claims in it
@@ -50,10 +50,10 @@ class Place(NamedTuple):
         return re.compile(re.escape(self.prefix) + LEASE_NAME)
 
 
-class Places:
+class LeaseDirs:
     """The open places: the folder, and the folder above it if that is safe."""
 
-    def __init__(self, folder: Place, beside: List[Place]) -> None:
+    def __init__(self, folder: LeaseDir, beside: List[LeaseDir]) -> None:
         self.folder = folder
         self.all = [*beside, folder]
         self.owner = os.fstat(folder.fd).st_uid
@@ -64,14 +64,14 @@ class Places:
         self.guarded = bool(beside) and self.foreign and same_disk and writable
         """Whether a claim gets a name beside the folder, which no other account can remove."""
 
-    def wanted(self) -> List[Place]:
+    def wanted(self) -> List[LeaseDir]:
         """The places where a claim has a name; it is created in the first one."""
         return self.all if self.guarded else [self.folder]
 
-    def candidates(self, *, most: int = MAX_ENTRIES) -> List[Tuple[Place, str]]:
+    def candidates(self, *, most: int = MAX_ENTRIES) -> List[Tuple[LeaseDir, str]]:
         """Every name that may be a claim. Raises AgentError, with the owner of the files, if there are too many to
         read: a real claim could be among the others."""
-        found, of = [], Counter()  # type: List[Tuple[Place, str]], Counter[int]
+        found, of = [], Counter()  # type: List[Tuple[LeaseDir, str]], Counter[int]
         for place in self.all:
             try:
                 names = _claim_names(place, most, of)
@@ -97,7 +97,7 @@ class Places:
 
 
 @contextmanager
-def opened() -> Iterator[Places]:
+def opened() -> Iterator[LeaseDirs]:
     """Opens the places, and creates the folder if needed. Raises AgentError if the folder is not usable, with its
     owner."""
     path = folder_path()
@@ -108,17 +108,17 @@ def opened() -> Iterator[Places]:
         if above >= 0:
             fds.append(above)
             prefix = ".%s-" % os.path.basename(path).lstrip(".")
-            beside.append(Place(os.path.dirname(path), above, prefix))
+            beside.append(LeaseDir(os.path.dirname(path), above, prefix))
         folder = _open_folder(path)
         fds.append(folder)
-        yield Places(Place(path, folder, ""), beside)
+        yield LeaseDirs(LeaseDir(path, folder, ""), beside)
     finally:
         for fd in fds:
             os.close(fd)
 
 
 @contextmanager
-def locked(places: Places, timeout_s: float) -> Iterator[None]:
+def locked(places: LeaseDirs, timeout_s: float) -> Iterator[None]:
     """Locks all places, so that no other process claims at the same time. Older agents lock the folder alone, but its
     owner, another account, could replace it."""
     deadline = time.monotonic() + timeout_s
@@ -223,7 +223,7 @@ def unusable(why: str, hint: str = "") -> AgentError:
 # --- other accounts' files and locks ----------------------------------------------------------------------------------
 
 
-def _claim_names(place: Place, most: int, of: "Counter[int]") -> Optional[List[str]]:
+def _claim_names(place: LeaseDir, most: int, of: "Counter[int]") -> Optional[List[str]]:
     """The names in a place that may be claims; None if it has more than `most` names of any kind."""
     names = []
     is_claim = place.claims.match
@@ -246,7 +246,7 @@ def _is_file(entry: "os.DirEntry[str]", of: "Counter[int]") -> bool:
     return stat.S_ISREG(found.st_mode)
 
 
-def _crowd(place: Place, most: int) -> str:
+def _crowd(place: LeaseDir, most: int) -> str:
     """The owners of the files in a place, the largest number first."""
     of = Counter()  # type: Counter[int]
     with os.scandir(place.fd) as entries:
@@ -266,7 +266,7 @@ def _crowded(what: str, crowd: str) -> AgentError:
     return unusable("%s: %s" % (what, crowd), "remove that user's files there (as that user or root)")
 
 
-def _lock(place: Place, wait_s: float, timeout_s: float) -> None:
+def _lock(place: LeaseDir, wait_s: float, timeout_s: float) -> None:
     try:
         taken = take_lock(place.fd, wait_s=wait_s, poll_s=0.01)
     except OSError as e:

@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 from typing import Collection, Dict, List, Optional, Sequence, Tuple
 
 from .nvidia import Gpu, GpuView, users_of
-from .view import LEASE, TICKET, Block, Claim, QueueView, Waiter
+from .view import LEASE, TICKET, BlockedGpu, Claim, QueueView, Waiter
 
 Devices = Tuple[str, ...]
 
@@ -84,13 +84,13 @@ def queue_view(ticket: Claim, claims: Sequence[Claim], gpu_view: GpuView, *, mem
     wanted = _waits_for(ticket, gpu_view.known)
     before = [t for t in tickets[: _place(ticket, tickets)] if _shares(_waits_for(t, gpu_view.known), wanted)]
     held = [
-        _block(gpu, claims, gpu_view, memory)
+        _blocked(gpu, claims, gpu_view, memory)
         for gpu in (_pool(ticket, gpu_view.known) if ticket.auto else gpu_view.named)
     ]
     return QueueView(
         len(before) + 1,
         "auto:%d" % ticket.auto if ticket.auto else ",".join(gpu.label for gpu in gpu_view.named),
-        tuple(block for block in held if block is not None),
+        tuple(blocked for blocked in held if blocked is not None),
         tuple(Waiter(t.job, t.user) for t in before),
     )
 
@@ -103,17 +103,17 @@ def _shares(some: Devices, others: Devices) -> bool:
     return any(any_overlap(device, others) for device in some)
 
 
-def _block(gpu: Gpu, claims: Sequence[Claim], gpu_view: GpuView, memory: bool) -> Optional[Block]:
+def _blocked(gpu: Gpu, claims: Sequence[Claim], gpu_view: GpuView, memory: bool) -> Optional[BlockedGpu]:
     lease = next((c for c in claims if c.kind == LEASE and holds(c, gpu.device)), None)
     if lease is not None:
-        return Block(gpu.label, lease.job, lease.user, lease.since, lease.locker, is_unread=not lease.devices)
+        return BlockedGpu(gpu.label, lease.job, lease.user, lease.since, lease.locker, is_unread=not lease.devices)
     using = users_of(gpu, gpu_view.using, memory=memory)
-    return Block(gpu.label, using=using) if using else None
+    return BlockedGpu(gpu.label, using=using) if using else None
 
 
 def refusal(view: QueueView, now: float) -> str:
     """Why a job without --queue gets no GPUs."""
-    reasons = [_held_text(block, now) for block in view.held]
+    reasons = [_held_text(blocked, now) for blocked in view.held]
     waiting = ", ".join("job %s of user %s" % waiter for waiter in view.before)
     if waiting:
         reasons.append("before it in the queue for GPU %s: %s" % (view.wants, waiting))
@@ -124,7 +124,7 @@ def refusal(view: QueueView, now: float) -> str:
 def queue_line(view: QueueView, now: float) -> str:
     """The state of a queued job, in one line."""
     parts = ["position %s" % (view.position or "?")]
-    parts += [_held_text(block, now) for block in view.held]
+    parts += [_held_text(blocked, now) for blocked in view.held]
     before = ["%s of %s" % waiter for waiter in view.before]
     if before:
         parts.append("before you: " + ", ".join(before))
@@ -133,12 +133,12 @@ def queue_line(view: QueueView, now: float) -> str:
     return "; ".join(parts)
 
 
-def _held_text(block: Block, now: float) -> str:
-    if block.using:
-        return "GPU %s is busy: %s" % (block.gpu, block.using)
-    held = "GPU %s is held by job %s of user %s for %s" % (*block[:3], age_text(now - block.since))
-    notes = ["its lease cannot be read, so it counts for every GPU"] if block.is_unread else []
-    notes += ["its lease is locked by %s" % block.locker] if block.locker else []
+def _held_text(blocked: BlockedGpu, now: float) -> str:
+    if blocked.using:
+        return "GPU %s is busy: %s" % (blocked.gpu, blocked.using)
+    held = "GPU %s is held by job %s of user %s for %s" % (*blocked[:3], age_text(now - blocked.since))
+    notes = ["its lease cannot be read, so it counts for every GPU"] if blocked.is_unread else []
+    notes += ["its lease is locked by %s" % blocked.locker] if blocked.locker else []
     return held + ("" if not notes else " (%s)" % "; ".join(notes))
 
 

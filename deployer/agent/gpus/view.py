@@ -24,7 +24,7 @@ def auto_count(requested: Sequence[str]) -> int:
     return int(matches[0].group(1)) if len(matches) == 1 and matches[0] else 0
 
 
-class Wanted(NamedTuple):
+class GpuRequest(NamedTuple):
     """The GPUs that a job requests on this host."""
 
     job: str
@@ -70,7 +70,7 @@ class Claim(NamedTuple):
         return user_name(self.uid)
 
 
-class Handed(NamedTuple):
+class InheritedClaim(NamedTuple):
     """A claim for a process that inherits its descriptor."""
 
     claim: Claim
@@ -81,7 +81,7 @@ class Handed(NamedTuple):
     names: Tuple[str, ...] = ()
 
 
-class Block(NamedTuple):
+class BlockedGpu(NamedTuple):
     """A GPU that is not free: the job that holds it, or else the processes that use it."""
 
     gpu: str
@@ -107,7 +107,7 @@ class QueueView(NamedTuple):
     position: int = 0
     """0 until the queue could be read."""
     wants: str = ""
-    held: Tuple[Block, ...] = ()
+    held: Tuple[BlockedGpu, ...] = ()
     before: Tuple[Waiter, ...] = ()
     trouble: str = ""
     """Why the host could not read the queue."""

@@ -23,7 +23,7 @@ LOOKS = 5
 """How often processes that have started during the reading are searched."""
 
 
-class Mark(NamedTuple):
+class JobMark(NamedTuple):
     """The marks in a process's environment."""
 
     folder: str  # the job's, where it lies by now
@@ -45,12 +45,12 @@ class Found(NamedTuple):
         return [*self.others, *self.supervisors]
 
 
-class Look:
+class ProcessSnapshot:
     """A snapshot of all processes of this host."""
 
     def __init__(self) -> None:
         self._stats: Dict[int, Stat] = {}
-        self._marks: Dict[int, Mark] = {}
+        self._marks: Dict[int, JobMark] = {}
         self._writers: Dict[int, str] = {}
         self._holders: Dict[str, Set[int]] = {}
         self._read_new()
@@ -133,7 +133,7 @@ def job_processes(job: Job, *, supervisor: int = 0) -> List[Process]:
 
     `supervisor`: a process that is known to be one; 0: none.
     """
-    return Look().of(job, supervisor=supervisor).others
+    return ProcessSnapshot().of(job, supervisor=supervisor).others
 
 
 def in_group(processes: Iterable[Process], folder: str) -> List[Process]:
@@ -163,7 +163,7 @@ def supervises(pid: int, job: Job) -> bool:
     return mark is not None and mark.supervises and os.path.realpath(job.path) in (mark.folder, mark.marked)
 
 
-def read_mark(pid: int) -> Optional[Mark]:
+def read_mark(pid: int) -> Optional[JobMark]:
     """A process's marks; None if it has none, is gone, or belongs to another user."""
     env = {name: value for name, _, value in (e.partition(b"=") for e in _read("environ", pid).split(b"\0"))}
     folder, supervised = env.get(os.fsencode(RUN_DIR_ENV)), env.get(os.fsencode(SUPERVISOR_ENV))
@@ -181,7 +181,7 @@ def read_mark(pid: int) -> Optional[Mark]:
     by_logs = _writes_into(pid, _LOGS, _OWN_LOG) or path
     is_moved = os.path.basename(by_logs) == os.path.basename(path)
     group = os.fsdecode(env.get(os.fsencode(GROUP_ENV), b""))
-    return Mark(by_logs if is_moved else path, path, supervises=marked is not folder, attempt=number, group=group)
+    return JobMark(by_logs if is_moved else path, path, supervises=marked is not folder, attempt=number, group=group)
 
 
 def _writes_into(pid: int, *logs: "Pattern[str]") -> Optional[str]:

@@ -1,4 +1,4 @@
-"""Turns the bytes of a file or a message into a typed value, or raises Damage.
+"""Turns the bytes of a file or a message into a typed value, or raises InvalidData.
 
 A type is a NamedTuple whose fields are of str, bool, int (0 or more), float, Literal, Optional, Union, Tuple[T, ...],
 List, Dict[str, T], Any, and further NamedTuples; values are not converted. A missing or null key gets the field's
@@ -40,7 +40,7 @@ MAX_INT = (1 << 63) - 1
 _AS_ROW = "is_written_as_a_row"
 
 
-class Damage(Exception):
+class InvalidData(Exception):
     """A value does not have its type; as text: which value is where, and what was expected."""
 
     def __init__(self, words: str, *, place: str = "", expected: str = "") -> None:
@@ -53,11 +53,11 @@ class Damage(Exception):
     def __str__(self) -> str:
         return "%s %s" % (self.place, self.words) if self.place else self.words
 
-    def within(self, place: str) -> "Damage":
+    def within(self, place: str) -> "InvalidData":
         """The same error, with its place inside this outer place."""
         dot = "." if self.place and not self.place.startswith("[") else ""
         words = self.words[3:] if not self.place and self.words.startswith("it is ") else self.words
-        return Damage(words, place=place + dot + self.place, expected=self.expected)
+        return InvalidData(words, place=place + dot + self.place, expected=self.expected)
 
 
 def as_row(kind: Type[T]) -> Type[T]:
@@ -67,28 +67,28 @@ def as_row(kind: Type[T]) -> Type[T]:
 
 
 def parse(data: bytes, kind: Type[T], *, most: int = MAX_BYTES) -> T:
-    """The value of JSON text. Raises Damage if it does not have this type or is longer than `most` bytes."""
+    """The value of JSON text. Raises InvalidData if it does not have this type or is longer than `most` bytes."""
     return from_json(load_json(data, most=most), kind)
 
 
 def read_typed(path: str, kind: Type[T], *, most: int = MAX_BYTES) -> T:
-    """The value in a file. Raises OSError if the file cannot be read, and Damage if the value does not have this
+    """The value in a file. Raises OSError if the file cannot be read, and InvalidData if the value does not have this
     type."""
     return parse(read_whole(path, most + 1), kind, most=most)
 
 
 def load_json(data: bytes, *, most: int = MAX_BYTES) -> Any:
-    """The value of JSON text of any type. Raises Damage if it is not JSON or is longer than `most` bytes."""
+    """The value of JSON text of any type. Raises InvalidData if it is not JSON or is longer than `most` bytes."""
     if len(data) > most:
-        raise Damage("it is %d bytes long, not at most %d" % (len(data), most))
+        raise InvalidData("it is %d bytes long, not at most %d" % (len(data), most))
     try:
         return json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError):
-        raise Damage("it is %.60r, not JSON" % data) from None
+        raise InvalidData("it is %.60r, not JSON" % data) from None
 
 
 def from_json(value: Any, kind: Type[T], *, strict: bool = False) -> T:
-    """The typed value of parsed JSON. Raises Damage if it does not have this type."""
+    """The typed value of parsed JSON. Raises InvalidData if it does not have this type."""
     wanted: Any = kind
     parsed: T = _parser(wanted, strict)(value)
     return parsed
@@ -132,7 +132,7 @@ def _parser(kind: Hashable, strict: bool) -> _Parser:
 
 
 def _fail(value: Any, expected: str) -> NoReturn:
-    raise Damage("it is %.60r, not %s" % (value, expected), expected=expected)
+    raise InvalidData("it is %.60r, not %s" % (value, expected), expected=expected)
 
 
 def _record_parser(kind: Any, strict: bool) -> _Parser:
@@ -154,17 +154,17 @@ def _record_parser(kind: Any, strict: bool) -> _Parser:
             parser = parsers.get(name)
             if parser is None:
                 if strict:
-                    raise Damage("is not known here", place=name)
+                    raise InvalidData("is not known here", place=name)
             elif given is not None:
                 try:
                     found[name] = parser(given)
-                except Damage as damage:
+                except InvalidData as damage:
                     raise damage.within(name) from None
             elif name in required and name in nullable:
                 found[name] = None
         for name in required:
             if name not in found:
-                raise Damage("is %s" % ("null" if name in value else "missing"), place=name)
+                raise InvalidData("is %s" % ("null" if name in value else "missing"), place=name)
         return kind(**found)
 
     return parse_record
@@ -180,7 +180,7 @@ def _row_parser(kind: Any, parsers: Dict[str, _Parser]) -> _Parser:
         try:
             for parser, given in zip(own, value):  # noqa: B905 - as Python 3.8 has it
                 found.append(parser(given))
-        except Damage as damage:
+        except InvalidData as damage:
             raise damage.within(names[len(found)]) from None
         return kind(*found)
 
@@ -193,7 +193,7 @@ def _union_parser(parsers: List[_Parser]) -> _Parser:
         for parser in parsers:
             try:
                 return parser(value)
-            except Damage as damage:
+            except InvalidData as damage:
                 if damage.place or not damage.expected:  # it is of that kind, and something in it is wrong
                     raise
                 expected.append(damage.expected)
@@ -219,7 +219,7 @@ def _list_parser(parser: _Parser, make: Callable[[Any], Any]) -> _Parser:
         try:
             for element in value:
                 elements.append(parser(element))
-        except Damage as damage:
+        except InvalidData as damage:
             raise damage.within("[%d]" % len(elements)) from None
         return make(elements)
 
@@ -234,7 +234,7 @@ def _dict_parser(parser: _Parser) -> _Parser:
         for key, element in value.items():
             try:
                 found[key] = parser(element)
-            except Damage as damage:
+            except InvalidData as damage:
                 raise damage.within(key) from None
         return found
 
@@ -272,7 +272,7 @@ def _parse_any(value: Any) -> Any:
         layer = [e for v in layer if isinstance(v, (dict, list)) for e in (v.values() if isinstance(v, dict) else v)]
         if not layer:
             return value
-    raise Damage("it is nested more than %d deep" % MAX_DEPTH)
+    raise InvalidData("it is nested more than %d deep" % MAX_DEPTH)
 
 
 _PLAIN: Dict[Any, _Parser] = {

@@ -7,7 +7,7 @@ import re
 import signal
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
-from .vitals import Limits, Room, Vitals
+from .host_resources import FileSystemUsage, HostResources, Limits
 
 FULL_BYTES = 1 << 20
 """A file system with less free space counts as full, because the last, larger write failed."""
@@ -22,12 +22,12 @@ class Cause(NamedTuple):
     hint: str = ""
 
 
-class Death(NamedTuple):
+class FailureContext(NamedTuple):
     """A failed attempt, and its host before and after. `words`: the job's last log lines."""
 
     words: str
-    now: Vitals
-    start: Optional[Vitals] = None
+    now: HostResources
+    start: Optional[HostResources] = None
     """None if the attempt was never started."""
     signal: Optional[int] = None
     oom: bool = False
@@ -35,11 +35,11 @@ class Death(NamedTuple):
     oom_hint: str = ""
 
 
-def find_causes(death: Death) -> Tuple[Cause, ...]:
+def find_causes(failure: FailureContext) -> Tuple[Cause, ...]:
     """At most MOST causes; first those for which the job's log lines and the host's facts agree."""
     found: List[Cause] = []
     for examine in (_disks, _oom, _gpus, _open_files, _processes, _memory, _sizes):
-        found += examine(death)
+        found += examine(failure)
     short = [Cause(cause.line[:LINE], cause.hint) for cause in dict.fromkeys(found)]
     return tuple(short[:MOST])
 
@@ -64,50 +64,50 @@ _MAKE_ROOM = "make room there, or use another disk: --remote-root DIR for the jo
 _SHM = "docker run --shm-size=8g, or --ipc=host, gives more"
 
 
-def _disks(death: Death) -> Iterator[Cause]:
-    said = _NO_ROOM.search(death.words)
-    before = {room.path: room for room in death.start.rooms} if death.start else {}
+def _disks(failure: FailureContext) -> Iterator[Cause]:
+    said = _NO_ROOM.search(failure.words)
+    before = {fs.path: fs for fs in failure.start.file_systems} if failure.start else {}
     told = False
-    for room in death.now.rooms:
-        lack = _lack(room)
-        was = before.get(room.path)
+    for fs in failure.now.file_systems:
+        lack = _lack(fs)
+        was = before.get(fs.path)
         if lack and (said or (was is not None and not _lack(was))):
             told = True
             head = '"%s": ' % said.group() if said else ""
-            yield Cause("%sthe file system of %s %s" % (head, _where(room), lack), _hint(room))
-        if room.read_only and was is not None and not was.read_only:
+            yield Cause("%sthe file system of %s %s" % (head, _where(fs), lack), _hint(fs))
+        if fs.read_only and was is not None and not was.read_only:
             told = True
-            yield Cause("the file system of %s became read-only while it ran" % _where(room), "look at dmesg there")
-    if said and not told and death.now.rooms:
-        free = "; ".join("%s of %s" % (_size(room.free_bytes), _where(room)) for room in death.now.rooms[:3])
+            yield Cause("the file system of %s became read-only while it ran" % _where(fs), "look at dmesg there")
+    if said and not told and failure.now.file_systems:
+        free = "; ".join("%s of %s" % (_size(fs.free_bytes), _where(fs)) for fs in failure.now.file_systems[:3])
         yield Cause('"%s", and when it had ended there were free: %s' % (said.group(), free), _MAKE_ROOM)
-    refused = _REFUSED.search(death.words)
+    refused = _REFUSED.search(failure.words)
     if refused:
         quota = "quota" in refused.group().lower()
         hint = "ask for a larger quota, or use another disk: --remote-root DIR" if quota else "look at dmesg there"
         yield Cause('"%s" in its last lines: the disk refused a write or a read' % refused.group(), hint)
 
 
-def _lack(room: Room) -> str:
+def _lack(fs: FileSystemUsage) -> str:
     """What was used up, as text; empty if nothing was."""
-    least = room.free_bytes if room.least_bytes is None else min(room.least_bytes, room.free_bytes)
-    inodes = [n for n in (room.inodes_free, room.least_inodes) if n is not None]
-    if room.free_bytes < FULL_BYTES:
-        return "had %s free when it ended" % _size(room.free_bytes)
-    if room.inodes_free == 0:
-        return "had no inode free when it ended (%s of space)" % _size(room.free_bytes)
+    least = fs.free_bytes if fs.least_bytes is None else min(fs.least_bytes, fs.free_bytes)
+    inodes = [n for n in (fs.inodes_free, fs.least_inodes) if n is not None]
+    if fs.free_bytes < FULL_BYTES:
+        return "had %s free when it ended" % _size(fs.free_bytes)
+    if fs.inodes_free == 0:
+        return "had no inode free when it ended (%s of space)" % _size(fs.free_bytes)
     if least < FULL_BYTES:
-        return "had only %s free while it ran (%s when it had ended)" % (_size(least), _size(room.free_bytes))
+        return "had only %s free while it ran (%s when it had ended)" % (_size(least), _size(fs.free_bytes))
     return "had no inode free while it ran" if inodes and min(inodes) == 0 else ""
 
 
-def _where(room: Room) -> str:
-    named = ", ".join(room.uses[:3])
-    return named if room.path in room.uses else "%s (%s)" % (named, room.path)
+def _where(fs: FileSystemUsage) -> str:
+    named = ", ".join(fs.uses[:3])
+    return named if fs.path in fs.uses else "%s (%s)" % (named, fs.path)
 
 
-def _hint(room: Room) -> str:
-    return _SHM if room.uses[:1] == ("/dev/shm",) else _MAKE_ROOM
+def _hint(fs: FileSystemUsage) -> str:
+    return _SHM if fs.uses[:1] == ("/dev/shm",) else _MAKE_ROOM
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -119,16 +119,16 @@ _NO_MEMORY = re.compile(
 _OOM_HINT = "lower what the job holds in memory, or raise the limit; /dev/shm counts"
 
 
-def _oom(death: Death) -> Iterator[Cause]:
-    if death.oom:
-        line = "the kernel killed a process for lack of memory: %s" % _memory_there(death.now)
-        yield Cause(line, death.oom_hint or _OOM_HINT)
+def _oom(failure: FailureContext) -> Iterator[Cause]:
+    if failure.oom:
+        line = "the kernel killed a process for lack of memory: %s" % _memory_there(failure.now)
+        yield Cause(line, failure.oom_hint or _OOM_HINT)
 
 
-def _memory(death: Death) -> Iterator[Cause]:
-    said = _NO_MEMORY.search(death.words)
-    if said and not death.oom:
-        there, limits = _memory_there(death.now), death.now.limits
+def _memory(failure: FailureContext) -> Iterator[Cause]:
+    said = _NO_MEMORY.search(failure.words)
+    if said and not failure.oom:
+        there, limits = _memory_there(failure.now), failure.now.limits
         if limits.address_space is not None:
             there += ", and one process may take %s (ulimit -v)" % _size(limits.address_space)
         if limits.commits:
@@ -136,7 +136,7 @@ def _memory(death: Death) -> Iterator[Cause]:
         yield Cause('"%s": %s' % (said.group(), there), _OOM_HINT)
 
 
-def _memory_there(now: Vitals) -> str:
+def _memory_there(now: HostResources) -> str:
     limit = now.limits.group_memory
     if limit is not None and (not now.memory.total or limit < now.memory.total):
         return "its control group may take %s" % _size(limit)
@@ -148,8 +148,8 @@ def _memory_there(now: Vitals) -> str:
 _CUDA_MEMORY = re.compile(r"CUDA out of memory|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation")
 
 
-def _gpus(death: Death) -> Iterator[Cause]:
-    gpus = death.now.gpus
+def _gpus(failure: FailureContext) -> Iterator[Cause]:
+    gpus = failure.now.gpus
     reboot = "reset or reboot the host: deploy.py doctor says more"
     if gpus.gone:
         yield Cause("nvidia-smi shows no GPU %s any more: it has fallen off" % ", ".join(gpus.gone), reboot)
@@ -157,7 +157,7 @@ def _gpus(death: Death) -> Iterator[Cause]:
         yield Cause("the GPU driver does not answer: %s" % gpus.driver, reboot)
     for fault in gpus.faults:
         yield Cause("a GPU has failed: %s" % fault, reboot)
-    said = _CUDA_MEMORY.search(death.words)
+    said = _CUDA_MEMORY.search(failure.words)
     if said and gpus.others:
         hint = "choose a GPU that nobody uses with --gpus auto:N, or wait for it with --queue"
         yield Cause('"%s", and others compute there: %s' % (said.group(), "; ".join(gpus.others)), hint)
@@ -172,17 +172,17 @@ _FORKS = re.compile(
 )
 
 
-def _open_files(death: Death) -> Iterator[Cause]:
-    said = _FILES.search(death.words)
-    limit = death.now.limits.open_files
+def _open_files(failure: FailureContext) -> Iterator[Cause]:
+    said = _FILES.search(failure.words)
+    limit = failure.now.limits.open_files
     if said and limit is not None:
         hint = "raise it for the account (limits.conf, docker run --ulimit nofile=65536), or keep fewer open: workers"
         yield Cause('"%s": one process may have %d open here (ulimit -n)' % (said.group(), limit), hint)
 
 
-def _processes(death: Death) -> Iterator[Cause]:
-    said, limits = _FORKS.search(death.words), death.now.limits
-    before = death.start.limits.forks_refused if death.start else limits.forks_refused
+def _processes(failure: FailureContext) -> Iterator[Cause]:
+    said, limits = _FORKS.search(failure.words), failure.now.limits
+    before = failure.start.limits.forks_refused if failure.start else limits.forks_refused
     head = '"%s": ' % said.group() if said else ""
     if limits.forks_refused > before or (said and _is_near(limits)):
         line = "%sits control group may have %s processes and threads" % (head, limits.group_processes)
@@ -196,12 +196,12 @@ def _is_near(limits: Limits) -> bool:
     return limits.group_processes is not None and limits.group_processes - limits.group_used < 64
 
 
-def _sizes(death: Death) -> Iterator[Cause]:
-    limits = death.now.limits
-    if death.signal == signal.SIGXFSZ or "File too large" in death.words:
+def _sizes(failure: FailureContext) -> Iterator[Cause]:
+    limits = failure.now.limits
+    if failure.signal == signal.SIGXFSZ or "File too large" in failure.words:
         most = "no limit of this account" if limits.file_bytes is None else "%s (ulimit -f)" % _size(limits.file_bytes)
         yield Cause("a file became larger than it may: %s" % most, "raise it: limits.conf")
-    if death.signal == signal.SIGXCPU and limits.cpu_s is not None:
+    if failure.signal == signal.SIGXCPU and limits.cpu_s is not None:
         yield Cause("one process may compute for %d s here (ulimit -t)" % limits.cpu_s, "raise it: limits.conf")
 
 

@@ -11,7 +11,7 @@ from typing import Collection, List, NamedTuple, Optional, Sequence, Tuple
 
 from ..host.layout import ALONE, GroupName, Job, group_files, rank_of
 from ..host.processes import Process
-from ..host.typed import Damage, read_typed
+from ..host.typed import InvalidData, read_typed
 from .plan import of_main_role
 from .status import ENDINGS, FAILED, STOPPED, SUCCEEDED, Missing, State, Status
 from .stop import StopRequest
@@ -68,11 +68,11 @@ class GroupEnd(NamedTuple):
     launcher_log: str = ""
     ended_mono_ns: int = 0
     """When the supervisor noticed the end of this process."""
-    spoken: str = ""
+    nonempty_log: str = ""
     """One of its logs that is not empty: the launcher's, else a rank's."""
 
 
-class Memory(NamedTuple):
+class OomKill(NamedTuple):
     """The kernel has killed a process for lack of memory: the reason and a hint, as text."""
 
     reason: str
@@ -88,7 +88,7 @@ class Ending(NamedTuple):
     hint: str = ""
     first_failing_group: str = ""
     """Its folder; empty for a job's only one."""
-    # what the analysis of the failure adds: see death.py
+    # what the analysis of the failure adds: see failure.py
     causes: Tuple[str, ...] = ()
     missing: Tuple[Missing, ...] = ()
     log: Optional[str] = None
@@ -103,7 +103,7 @@ class Evidence(NamedTuple):
     stop: Optional[StopRequest] = None
     outcome: Optional[Outcome] = None
     stalled: Optional[Ending] = None
-    memory: Optional[Memory] = None
+    oom_kill: Optional[OomKill] = None
 
 
 def group_ends(status: Status) -> Tuple[GroupEnd, ...]:
@@ -119,7 +119,7 @@ def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
             continue
         try:
             rank = read_typed(os.path.join(job.ranks(attempt, group.folder), file), RankRecord)
-        except (OSError, Damage):
+        except (OSError, InvalidData):
             continue
         if rank.job in ("", job.id):
             ranks.append(rank._replace(group=group))
@@ -130,7 +130,7 @@ def read_outcome(job: Job) -> Optional[Outcome]:
     """The trainer's outcome; None if there is none, or a broken one."""
     try:
         return read_typed(job.outcome, Outcome)
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         return None
 
 
@@ -173,8 +173,8 @@ def decide_ending(known: Evidence) -> Optional[Ending]:
     if known.stop is not None and not _ended_before(ranks, known.groups, known.stop.requested_mono):
         reason = known.stop.reason or "stopped on request"
         ending = (ending or Ending(STOPPED, None, ""))._replace(state=STOPPED, reason=reason)
-    if ending is not None and known.memory is not None:
-        ending = with_oom(ending, known.memory)
+    if ending is not None and known.oom_kill is not None:
+        ending = with_oom(ending, known.oom_kill)
     return with_outcome(ending, known.outcome)
 
 
@@ -192,11 +192,11 @@ def with_outcome(ending: Optional[Ending], outcome: Optional[Outcome]) -> Option
     return ending
 
 
-def with_oom(ending: Ending, memory: Memory) -> Ending:
+def with_oom(ending: Ending, oom_kill: OomKill) -> Ending:
     """Adds the reason if the kernel killed the rank for lack of memory; any other verdict stays."""
     if ending.state != FAILED or ending.signal != signal.SIGKILL:
         return ending
-    return ending._replace(reason=ending.reason.replace(_MAYBE_OOM, "; " + memory.reason), hint=memory.hint)
+    return ending._replace(reason=ending.reason.replace(_MAYBE_OOM, "; " + oom_kill.reason), hint=oom_kill.hint)
 
 
 # --- several groups ---------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def _by_launcher(end: GroupEnd) -> Optional[Ending]:
     signum = code - 128 if code > 128 else None
     how = "was killed by %s" % signal_name(signum) if signum else "ended with code %d" % code
     who = " ".join([*end.group.words, "launcher"])
-    where = "; see %s" % end.spoken if end.spoken else ", and nothing was written"
+    where = "; see %s" % end.nonempty_log if end.nonempty_log else ", and nothing was written"
     reason = "the %s %s, no rank's failure is known%s" % (who, how, where)
     return Ending(FAILED, code, reason, None, signum, first_failing_group=end.group.folder)
 

@@ -11,7 +11,7 @@ from typing import List, Optional
 from ..host.layout import Job
 from ..host.locks import is_held
 from ..host.machine import boot_id, is_alive, this_machine
-from ..host.marks import Found, Look, is_here, supervises
+from ..host.marks import Found, ProcessSnapshot, is_here, supervises
 from ..host.processes import Process, is_running
 from .ending import Evidence, decide_ending, group_ends, read_outcome, read_ranks
 from .status import (
@@ -22,10 +22,10 @@ from .status import (
     RUNNING,
     TOOL_FAILED,
     Status,
-    Word,
+    StoredStatus,
     former_attempt,
     main_processes,
-    read_word,
+    read_stored_status,
     utc,
     write_status,
 )
@@ -37,34 +37,34 @@ LAUNCH_S = 60.0
 """Seconds after which the launch of a job folder without a status counts as failed."""
 
 
-def judge(job: Job, look: Optional[Look] = None, *, is_locked: bool = False) -> Status:
+def judge(job: Job, snapshot: Optional[ProcessSnapshot] = None, *, is_locked: bool = False) -> Status:
     """The job's true status: the written one with corrected `state`, `code` and `reason`.
 
     `on_host` names the machine if the job belongs to another one; its status is then returned as written. For a job
     whose supervisor is gone, this writes the final status once. `damaged`: why the written status is not used; then the
-    processes show whether the job runs. `look`: an earlier snapshot, for many jobs at once. `is_locked`: the caller
+    processes show whether the job runs. `snapshot`: an earlier snapshot, for many jobs at once. `is_locked`: the caller
     holds the job's lock, so it is not being launched.
     """
-    word = read_word(job)
+    stored = read_stored_status(job)
     for _ in range(TURNS):
-        if word.status is not None and _is_beyond_doubt(job, word.status):
-            return word.status
-        found = (look or Look()).of(job)
-        latest = read_word(job)
-        if latest.status is None and word.status is not None:
-            latest = word
+        if stored.status is not None and _is_beyond_doubt(job, stored.status):
+            return stored.status
+        found = (snapshot or ProcessSnapshot()).of(job)
+        latest = read_stored_status(job)
+        if latest.status is None and stored.status is not None:
+            latest = stored
         # if a supervisor has begun or ended in between, the status has changed, and the older snapshot does not show it
-        is_old = latest != word or (look is not None and not found.all and _may_be_orphan(word))
-        word, look = latest, None
+        is_old = latest != stored or (snapshot is not None and not found.all and _may_be_orphan(stored))
+        stored, snapshot = latest, None
         if not is_old:
             break
-    return _judge(job, word, found, is_locked)
+    return _judge(job, stored, found, is_locked)
 
 
-def _may_be_orphan(word: Word) -> bool:
+def _may_be_orphan(stored: StoredStatus) -> bool:
     """Whether the job would be judged as ended although a newer snapshot may show processes of it: it belongs to this
     machine and this boot. After a reboot nothing of it can have started."""
-    status = word.status
+    status = stored.status
     if status is None or status.state in FINAL or status.supervisor is None:
         return False
     return status.supervisor.machine_id == this_machine() and status.supervisor.boot_id == boot_id()
@@ -89,10 +89,10 @@ def _mains_of(status: Status) -> List[Process]:
     return [main for main in running if main not in left]
 
 
-def _judge(job: Job, word: Word, found: Found, is_locked: bool) -> Status:
-    status = word.status
+def _judge(job: Job, stored: StoredStatus, found: Found, is_locked: bool) -> Status:
+    status = stored.status
     if status is None:
-        return _without_status(job, word.damage, found, is_locked)
+        return _without_status(job, stored.damage, found, is_locked)
     identity = status.supervisor
     if identity is None:
         return status

@@ -6,9 +6,9 @@ chooses) is a slot. Stdlib only, Python 3.8: both sides use it.
 
 from typing import Any, Dict, Iterator, List, Literal, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-from ..gpus.view import Wanted, auto_count
+from ..gpus.view import GpuRequest, auto_count
 from ..host.layout import GroupName
-from ..host.typed import Damage, from_json
+from ..host.typed import InvalidData, from_json
 from ..python.spec import PythonSpec
 
 PLAN_VERSION = 2
@@ -142,7 +142,7 @@ def groups_of(plan: Plan) -> Iterator[Group]:
             yield Group(role, node, devices, name.folder)
 
 
-def wanted_gpus(plan: Plan) -> Optional[Wanted]:
+def wanted_gpus(plan: Plan) -> Optional[GpuRequest]:
     """The GPUs that all its groups together claim on this host; None for a job without GPUs."""
     shares = [group.devices.gpus for group in groups_of(plan) if group.devices.kind == "cuda"]
     gpus = tuple(gpu for share in shares for gpu in share)
@@ -151,7 +151,7 @@ def wanted_gpus(plan: Plan) -> Optional[Wanted]:
     if all(map(auto_count, shares)):
         gpus = ("auto:%d" % sum(map(auto_count, shares)),)
     on_cpu = "target.device=cpu" if is_trainer(plan) else "--device cpu"
-    return Wanted(plan.job_id, gpus, plan.policy.queue, plan.allow_busy, on_cpu)
+    return GpuRequest(plan.job_id, gpus, plan.policy.queue, plan.allow_busy, on_cpu)
 
 
 def visible_to(plan: Plan, group: Group, visible: str) -> str:
@@ -207,22 +207,22 @@ def unreadable_plan(job_id: str) -> Plan:
 
 
 def parse_plan(raw: Mapping[str, Any]) -> Plan:
-    """The plan from a request or job.json. Raises Damage if it is not a plan, or if this version of Torchferry does not
-    know a part of it, which it names with both versions."""
+    """The plan from a request or job.json. Raises InvalidData if it is not a plan, or if this version of Torchferry does
+    not know a part of it, which it names with both versions."""
     version = raw.get("version", 1)
     if version == 1:
         from .plan_version_1 import upgrade  # of jobs that an earlier Torchferry launched
 
         return upgrade(raw)
     if version != PLAN_VERSION:
-        raise Damage("the plan is of version %.20r, and %s" % (version, _KNOWN))
+        raise InvalidData("the plan is of version %.20r, and %s" % (version, _KNOWN))
     try:
         plan = from_json(dict(raw), Plan, strict=True)
-    except Damage as damage:
-        raise Damage("the plan, of version %d, is not understood: %s; %s" % (version, damage, _KNOWN)) from None
+    except InvalidData as damage:
+        raise InvalidData("the plan, of version %d, is not understood: %s; %s" % (version, damage, _KNOWN)) from None
     if len(plan.roles) != 1 or len(plan.roles[0].nodes) != 1:
         shape = ", ".join("%s on %d nodes" % (role.name, len(role.nodes)) for role in plan.roles) or "no role"
-        raise Damage("the plan, of version %d, is for %s; %s" % (version, shape, _KNOWN))
+        raise InvalidData("the plan, of version %d, is for %s; %s" % (version, shape, _KNOWN))
     return plan
 
 

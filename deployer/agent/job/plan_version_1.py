@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any, Dict, List, Literal, Mapping, NamedTuple, Optional, Tuple
 
-from ..host.typed import Damage, from_json
+from ..host.typed import InvalidData, from_json
 from ..python.spec import PythonSpec
 from .plan import TRAINER, Devices, Include, Plan, Policy, Request, Role, RoleName, Slot, Text
 
@@ -47,10 +47,10 @@ class _Plan(NamedTuple):
 
 
 def upgrade(raw: Mapping[str, Any]) -> Plan:
-    """The same plan in the current version. Raises Damage if it is not a plan."""
+    """The same plan in the current version. Raises InvalidData if it is not a plan."""
     old = from_json(dict(raw), _Plan)
     if old.nproc > MOST_PROCESSES:
-        raise Damage("nproc is %d, more than %d" % (old.nproc, MOST_PROCESSES))
+        raise InvalidData("nproc is %d, more than %d" % (old.nproc, MOST_PROCESSES))
     role = Role(
         name=old.kind,
         argv=old.argv,
@@ -92,7 +92,7 @@ def _command(old: _Plan) -> Tuple[str, ...]:
     words = list(old.argv)
     if old.torchrun:
         if _AGENTS_WRAPPER not in words:
-            raise Damage("argv has no rank.py, by which torchrun starts a program")
+            raise InvalidData("argv has no rank.py, by which torchrun starts a program")
         words = words[words.index(_AGENTS_WRAPPER) + 1 :]
     return tuple("python" if word == (Slot("python"),) else str(word) for word in words)
 

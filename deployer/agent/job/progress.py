@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Type,
 
 from ..host.files import open_regular
 from ..host.layout import ALONE, CHECKPOINT_MARKER, GroupName, Job
-from ..host.typed import Damage, from_json, load_json, parse
+from ..host.typed import InvalidData, from_json, load_json, parse
 from ..logs.read import Chosen, last_lines, log_names, log_path
 from .plan import Plan, is_trainer
 
@@ -42,28 +42,29 @@ class Recent(NamedTuple):
     """Mean seconds of the recent steps."""
 
 
-class Mark(NamedTuple):
+class ProgressFingerprint(NamedTuple):
     """A value that is equal as long as the files do not change."""
 
     files: Tuple[Tuple[str, int, int], ...]  # name, size, mtime in ns
 
 
-def trainer_mark(job: Job) -> Mark:
+def trainer_fingerprint(job: Job) -> ProgressFingerprint:
     """A value that changes with each step, and while a checkpoint or an export is written."""
     checkpoints = os.path.join(job.path, "checkpoints")
     aside = [os.path.join(checkpoints, name) for name in _names(checkpoints) if name.startswith(".tmp_")]
     folders = [checkpoints, *aside, os.path.join(job.path, "export")]
-    return Mark(tuple(_stats([job.metrics, *folders, *(path for folder in folders for path in _paths(folder))])))
+    paths = [job.metrics, *folders, *(path for folder in folders for path in _paths(folder))]
+    return ProgressFingerprint(tuple(_stats(paths)))
 
 
-def metrics_mark(job: Job) -> Mark:
+def metrics_fingerprint(job: Job) -> ProgressFingerprint:
     """A value that changes with each step."""
-    return Mark(tuple(_stats([job.metrics])))
+    return ProgressFingerprint(tuple(_stats([job.metrics])))
 
 
-def output_mark(job: Job, attempt: int) -> Mark:
+def output_fingerprint(job: Job, attempt: int) -> ProgressFingerprint:
     """A value that changes with each byte that a rank of this attempt writes."""
-    return Mark(tuple(_stats(rank_logs(job, attempt))))
+    return ProgressFingerprint(tuple(_stats(rank_logs(job, attempt))))
 
 
 def rank_logs(job: Job, attempt: int) -> List[str]:
@@ -112,7 +113,7 @@ def _record_of(line: bytes) -> Dict[str, Any]:
     """The record of a line; empty if the line is not a record."""
     try:
         return from_json(load_json(line), Dict[str, Any])
-    except Damage:
+    except InvalidData:
         return {}
 
 
@@ -123,7 +124,7 @@ def value_of(record: Dict[str, Any], name: str, kind: Type[N]) -> Optional[N]:
     """A number of a record; None if it is missing, not a number, or too large."""
     try:
         value = from_json(record.get(name), kind)
-    except Damage:
+    except InvalidData:
         return None
     return value if abs(value) < MOST else None
 
@@ -132,7 +133,7 @@ def last_step(job: Job) -> Optional[int]:
     """The step of the last line of metrics.jsonl."""
     try:
         return parse((last_metrics(job) or "{}").encode("utf-8"), _Metrics).step
-    except Damage:
+    except InvalidData:
         return None
 
 

@@ -8,7 +8,7 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 from ..host.files import blake2b, write_json
 from ..host.layout import FORMAT_VERSION, Job
-from ..host.typed import Damage, read_typed, to_json
+from ..host.typed import InvalidData, read_typed, to_json
 from .plan import Plan, parse_plan
 
 RawPlan = Dict[str, Any]
@@ -39,22 +39,22 @@ class Record(NamedTuple):
 
 
 def read_record(job: Job) -> Record:
-    """The job's record. Raises Damage, with the reason, if job.json is missing or invalid."""
+    """The job's record. Raises InvalidData, with the reason, if job.json is missing or invalid."""
     try:
         return read_typed(job.record, Record, most=MAX_BYTES)
     except FileNotFoundError:
-        raise Damage("its job.json is missing") from None
+        raise InvalidData("its job.json is missing") from None
     except OSError as error:
-        raise Damage("its job.json cannot be read: %s" % error.strerror) from None
-    except Damage as damage:
-        raise Damage("its job.json is damaged: %s" % damage) from None
+        raise InvalidData("its job.json cannot be read: %s" % error.strerror) from None
+    except InvalidData as damage:
+        raise InvalidData("its job.json is damaged: %s" % damage) from None
 
 
 def known_record(job: Job) -> Optional[Record]:
     """The record; None if it is missing or damaged."""
     try:
         return read_record(job)
-    except Damage:
+    except InvalidData:
         return None
 
 
@@ -63,15 +63,15 @@ def write_record(job: Job, record: Record) -> None:
 
 
 def read_plan(job: Job) -> Plan:
-    """The plan of this very job. Raises Damage, with the reason, if it is missing or invalid."""
+    """The plan of this very job. Raises InvalidData, with the reason, if it is missing or invalid."""
     return plan_of(job, read_record(job))
 
 
 def plan_of(job: Job, record: Record) -> Plan:
-    """The plan in the job's record. Raises Damage if it is invalid or another job's."""
+    """The plan in the job's record. Raises InvalidData if it is invalid or another job's."""
     plan = parse_plan(record.plan)
     if plan.job_id != job.id:
-        raise Damage("its job.json is of another job, %s" % plan.job_id[:80])
+        raise InvalidData("its job.json is of another job, %s" % plan.job_id[:80])
     return plan
 
 
@@ -79,7 +79,7 @@ def known_plan(job: Job) -> Optional[Plan]:
     """The plan; None if it is missing or damaged."""
     try:
         return read_plan(job)
-    except Damage:
+    except InvalidData:
         return None
 
 

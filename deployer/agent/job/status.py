@@ -13,7 +13,7 @@ from ..host.files import read_whole, write_json
 from ..host.layout import ALONE, GroupName, Job
 from ..host.machine import Identity
 from ..host.processes import Process, Survivor
-from ..host.typed import MAX_BYTES, Damage, from_json, load_json, to_json
+from ..host.typed import MAX_BYTES, InvalidData, from_json, load_json, to_json
 from .plan import Plan, wanted_gpus
 
 State = Literal["queued", "preparing", "running", "succeeded", "failed", "stopped", "lost"]
@@ -169,12 +169,12 @@ def status_to_json(status: Status, *, sparse: bool = False) -> Dict[str, Any]:
 
 
 def status_from_json(value: Any) -> Status:
-    """Raises Damage if the value is not a status."""
+    """Raises InvalidData if the value is not a status."""
     status = from_json(value, Status)
     return status if value.get("groups") is not None else status._replace(groups=(from_json(value, GroupStatus),))
 
 
-class Word(NamedTuple):
+class StoredStatus(NamedTuple):
     """A job's stored status; None, with the reason, if it cannot be used."""
 
     status: Optional[Status]
@@ -184,32 +184,32 @@ class Word(NamedTuple):
 FOLDER_GONE = "its folder is gone"
 
 
-def read_word(job: Job) -> Word:
+def read_stored_status(job: Job) -> StoredStatus:
     """The last written status; without one (missing, damaged, or of another job) None and the reason. Validates all
     types."""
     if not os.path.isdir(job.path):
-        return Word(None, FOLDER_GONE)
+        return StoredStatus(None, FOLDER_GONE)
     try:
         status = status_from_json(load_json(read_whole(job.status, MAX_BYTES + 1)))
     except FileNotFoundError:
-        return Word(None, "its status.json is missing")
+        return StoredStatus(None, "its status.json is missing")
     except OSError as error:
-        return Word(None, "its status.json is damaged: %s" % error.strerror)
-    except Damage as damage:
-        return Word(None, "its status.json is damaged: %s" % damage)
+        return StoredStatus(None, "its status.json is damaged: %s" % error.strerror)
+    except InvalidData as damage:
+        return StoredStatus(None, "its status.json is damaged: %s" % damage)
     if status.supervisor is None:
-        return Word(None, "its status.json is damaged: it names no supervisor")
+        return StoredStatus(None, "its status.json is damaged: it names no supervisor")
     whose = status.job or os.path.basename(slot_of(status, "job")) or job.id
     if whose != job.id:
-        return Word(None, "its status.json is of another job, %s" % whose[:80])
+        return StoredStatus(None, "its status.json is of another job, %s" % whose[:80])
     if not status.attempt or not status.first_attempt:  # whoever wrote a status had begun one
         status = status._replace(attempt=status.attempt or 1, first_attempt=status.first_attempt or 1)
-    return Word(status)
+    return StoredStatus(status)
 
 
 def read_status(job: Job) -> Optional[Status]:
     """The last written status, unchecked; None before the supervisor's start. See `judge` for the true state."""
-    return read_word(job).status
+    return read_stored_status(job).status
 
 
 def write_status(job: Job, status: Status) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 
 from ..host.files import write_json
 from ..host.layout import Job
-from ..host.typed import Damage, read_typed
+from ..host.typed import InvalidData, read_typed
 
 DEFAULT_GRACE_S = 120.0
 
@@ -61,12 +61,12 @@ def read_stop(job: Job) -> Optional[StopRequest]:
         return None
     try:
         return read_typed(job.stop, StopRequest)
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         mono = time.monotonic() - max(0.0, time.time() - touched_at)
         return StopRequest(DEFAULT_GRACE_S, touched_at, mono, mono + DEFAULT_GRACE_S)
 
 
-class Asked:
+class StopState:
     """The stop requests that a supervisor has received: by a file in the job's folder, or by a signal while this file
     cannot be written. A request stays valid, whatever happens to the file."""
 

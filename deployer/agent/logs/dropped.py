@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from typing import Dict, Tuple
 
-from ..host.typed import Damage, read_typed
+from ..host.typed import InvalidData, read_typed
 
 DROPPED_FILE = "dropped.json"
 """File name -> offset of its first byte that is kept; `log_max_bytes` -> the limit."""
@@ -34,6 +34,6 @@ class Dropped:
         version = (info.st_ino, info.st_mtime_ns)  # it is replaced, never written in place
         if version != self._version:
             self._version = version
-            with suppress(OSError, Damage):
+            with suppress(OSError, InvalidData):
                 self._values = read_typed(self._path, Dict[str, int])
         return self._values

@@ -10,7 +10,7 @@ import stat
 from typing import Literal, NamedTuple, Optional
 
 from ..host.layout import Job, LogName
-from ..host.typed import Damage, read_typed
+from ..host.typed import InvalidData, read_typed
 
 TAIL = 16
 """Number of bytes before an offset that are compared to identify a file."""
@@ -25,7 +25,7 @@ class Change(NamedTuple):
     """Its new name."""
 
 
-class Mark(NamedTuple):
+class LogMark(NamedTuple):
     """A log's file and the last bytes that were read."""
 
     inode: int = 0
@@ -36,8 +36,8 @@ class Mark(NamedTuple):
         return "%d:%s" % (self.inode, self.tail.hex())
 
     @classmethod
-    def parse(cls, text: str) -> "Mark":
-        """A Mark without values if the text is not one."""
+    def parse(cls, text: str) -> "LogMark":
+        """A LogMark without values if the text is not one."""
         inode, _, tail = text.partition(":")
         try:
             return cls(int(inode), bytes.fromhex(tail[: 2 * TAIL]))
@@ -52,7 +52,7 @@ class _RankLog(NamedTuple):
     log_inode: int = 0
 
 
-class Place(NamedTuple):
+class LogLocation(NamedTuple):
     """A log's current path. `change`: why it is not the original one."""
 
     path: str
@@ -72,7 +72,7 @@ def inode_of(path: str) -> int:
     return found.st_ino if stat.S_ISREG(found.st_mode) else 0
 
 
-def find_log(job: Job, name: LogName, inode: int = 0) -> Optional[Place]:
+def find_log(job: Job, name: LogName, inode: int = 0) -> Optional[LogLocation]:
     """A log's location: under its name, else under another name in the folder, else through the process that writes it.
     None if it is gone. `inode`: the log's file; by default, the one that the rank's wrapper recorded."""
     path = named_path(job, name)
@@ -80,15 +80,15 @@ def find_log(job: Job, name: LogName, inode: int = 0) -> Optional[Place]:
     record = _rank_log(job, name)
     wanted = inode or (record.log_inode if name.copy == 1 else 0)
     if here and wanted in (0, here):
-        return Place(path)
+        return LogLocation(path)
     moved = _moved(job, name, wanted, record.pid) if wanted else None
     if moved is not None:
         return moved
     # a file system may give its files new inodes; then only the bytes identify one
-    return Place(path, Change(name.text, "replaced") if wanted else None) if here else None
+    return LogLocation(path, Change(name.text, "replaced") if wanted else None) if here else None
 
 
-def _moved(job: Job, name: LogName, inode: int, pid: int) -> Optional[Place]:
+def _moved(job: Job, name: LogName, inode: int, pid: int) -> Optional[LogLocation]:
     folder = job.logs(name.attempt, name.group.folder)
     try:
         others = sorted(os.listdir(folder))
@@ -96,11 +96,11 @@ def _moved(job: Job, name: LogName, inode: int, pid: int) -> Optional[Place]:
         others = []
     for other in others:
         if inode_of(os.path.join(folder, other)) == inode:
-            return Place(os.path.join(folder, other), Change(name.text, "renamed", other))
+            return LogLocation(os.path.join(folder, other), Change(name.text, "renamed", other))
     for descriptor in (1, 2) if pid else ():
         path = "/proc/%d/fd/%d" % (pid, descriptor)
         if inode_of(path) == inode:
-            return Place(path, Change(name.text, "removed"))
+            return LogLocation(path, Change(name.text, "removed"))
     return None
 
 
@@ -110,7 +110,7 @@ def _rank_log(job: Job, name: LogName) -> _RankLog:
     path = os.path.join(job.ranks(name.attempt, name.group.folder), "rank_%d.json" % name.rank)
     try:
         return read_typed(path, _RankLog)
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         return _RankLog()
 
 
@@ -134,8 +134,8 @@ class Stream:
         """Its rename or removal has been reported."""
 
     @property
-    def mark(self) -> Mark:
-        return Mark(self.inode, self.tail)
+    def mark(self) -> LogMark:
+        return LogMark(self.inode, self.tail)
 
     def read(self, size: int, first_kept: int) -> Optional[bytes]:
         """The next bytes, at most `size`. None if the file was truncated, so that the earlier bytes differ. Bytes

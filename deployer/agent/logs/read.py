@@ -14,7 +14,7 @@ from typing import Collection, Dict, List, NamedTuple, Optional, Set, Tuple
 from ..host.files import open_to_read
 from ..host.layout import LAUNCHER_LOG, PREPARE_LOG, Job, LogName, group_files, is_log, rank_of
 from .dropped import LIMIT_KEY, Dropped
-from .identity import TAIL, Change, Mark, Stream, ends_with, find_log, inode_of, named_path
+from .identity import TAIL, Change, LogMark, Stream, ends_with, find_log, inode_of, named_path
 
 CHUNK_BYTES = 48 * 1024  # of one frame's body
 POLL_BYTES = 1 << 20
@@ -110,7 +110,7 @@ class LogReader:
         name = LogName.parse(file)
         streams = self._streams.get(name._replace(copy=1), []) if name is not None else []
         inode = next((stream.inode for stream in streams if stream.name == name), 0)
-        return Mark(inode, tail[-TAIL:]).text
+        return LogMark(inode, tail[-TAIL:]).text
 
     def poll(self) -> List[Chunk]:
         """New content since the last poll, at most POLL_BYTES, in pieces of at most CHUNK_BYTES; advances the
@@ -160,7 +160,7 @@ class LogReader:
         copies = [copy for copy in known.values() if copy is not None and copy._replace(copy=1) == name]
         for copy in sorted(copies or [name], key=lambda n: -n.copy):
             offset, told = self.offsets.get(copy.text, 0), self._marks.get(copy.text)
-            mark = Mark.parse(told or "")
+            mark = LogMark.parse(told or "")
             place = find_log(self._job, copy, mark.inode)
             if place is None:
                 self._tell_gone(copy)

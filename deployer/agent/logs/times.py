@@ -11,7 +11,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional
 
 from ..host.files import read_whole, write_whole
 from ..host.layout import ALONE, TIMES_FILE, Job, group_files, is_log
-from ..host.typed import Damage, as_row, parse
+from ..host.typed import InvalidData, as_row, parse
 from .read import attempts, line_start, log_names, log_path
 
 EVERY_S = 1.0
@@ -123,7 +123,7 @@ def _indices(job: Job, attempt: int) -> Dict[str, List[Entry]]:
 def _parse(line: bytes) -> Optional[Entry]:
     try:
         return parse(line, Entry)
-    except Damage:  # cut by a full disk or a power cut
+    except InvalidData:  # cut by a full disk or a power cut
         return None
 
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Dict, Iterator, List, NamedTuple, Optional, Se
 from ..host.errors import AgentError
 from ..host.files import blake2b, write_whole
 from ..host.layout import AGENT_DIR, Root
-from ..host.typed import Damage, parse, read_typed, to_json
+from ..host.typed import InvalidData, parse, read_typed, to_json
 from .build import MISSING_HINT, Building, Interpreter, note
 from .spec import PythonSpec
 
@@ -170,7 +170,7 @@ class _Answers:
         return "".join([": ", "; ".join(self._failures[:_KEPT_FAILURES])] if self._failures else [])
 
     def __enter__(self) -> "_Answers":
-        with suppress(OSError, Damage):
+        with suppress(OSError, InvalidData):
             self._known = read_typed(self._file, Dict[str, _Known])
         return self
 
@@ -230,7 +230,7 @@ def _ask(path: str, question: str, env: Dict[str, str]) -> "Tuple[Optional[_Answ
         return None, e.strerror or str(e)
     except subprocess.TimeoutExpired:
         return None, "no answer within %d s" % CHECK_TIMEOUT_S
-    except (ValueError, LookupError, Damage):
+    except (ValueError, LookupError, InvalidData):
         said = done.stderr[-4096:].decode("utf-8", "replace").split("\n")
         words = [line.strip() for line in said if line.strip() and not line.strip().startswith(_NO_CAUSE)]
         return None, words[-1][:_LINE] if words else "exit status %d, without a word" % done.returncode

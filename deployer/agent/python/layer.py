@@ -9,7 +9,7 @@ from typing import Dict, List, NamedTuple
 
 from ..host.errors import AgentError
 from ..host.files import write_whole
-from ..host.typed import Damage, parse
+from ..host.typed import InvalidData, parse
 
 ASK_S = 60
 BASE = "BASE"
@@ -40,7 +40,7 @@ def ask(python: str, env: Dict[str, str]) -> Below:
     done = _run([python, "-c", _QUESTION], env)
     try:
         return parse(done.stdout.splitlines()[-1], Below)
-    except (Damage, LookupError):
+    except (InvalidData, LookupError):
         raise AgentError("host", "%s does not tell of itself: %s" % (python, _last(done)), "name another: --python P")
 
 

@@ -38,7 +38,7 @@ _UNWANTED = ("PIP_REQUIRE_VIRTUALENV", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Asked(NamedTuple):
+class SetupRequest(NamedTuple):
     """The setup command of a job, with its time limit and environment."""
 
     command: str
@@ -52,15 +52,15 @@ class Asked(NamedTuple):
     """The user chose the interpreter: the setup gets it unchanged."""
 
 
-def set_up(asked: Asked, python: str, code_dir: str, root: Root, log: BinaryIO) -> Tuple[str, str]:
+def set_up(request: SetupRequest, python: str, code_dir: str, root: Root, log: BinaryIO) -> Tuple[str, str]:
     """(the job's interpreter, the setup's folder), once the setup has run for this key, now or earlier.
 
     Raises SetupFailed if the command fails or takes too long, and AgentError if it cannot be run. In both cases nothing
     of it is kept.
     """
-    below = layer.ask(python, asked.env)
-    folder = os.path.join(root.envs, _key(asked, python, below))
-    own = python if asked.explicit else os.path.join(folder, "bin", "python")
+    below = layer.ask(python, request.env)
+    folder = os.path.join(root.envs, _key(request, python, below))
+    own = python if request.explicit else os.path.join(folder, "bin", "python")
     try:
         if _is_complete(folder, own):
             note(log, "setup: what it made before is reused, %s" % folder)
@@ -69,7 +69,7 @@ def set_up(asked: Asked, python: str, code_dir: str, root: Root, log: BinaryIO) 
                 if _is_complete(folder, own):
                     note(log, "setup: what the other launch made is used, %s" % folder)
                 else:
-                    _run_anew(asked, python, below, code_dir, folder, log, lock_fd)
+                    _run_anew(request, python, below, code_dir, folder, log, lock_fd)
         made.put(code_dir, os.path.join(folder, made.MADE))
     except OSError as error:
         fail(error.filename or folder, error)
@@ -81,9 +81,9 @@ def environment_of(env: Dict[str, str], python: str, folder: str) -> Dict[str, s
     return {**layer.in_layer(env, python, folder), SETUP_ENV: os.path.join(folder, FOLDER)}
 
 
-def _key(asked: Asked, python: str, below: layer.Below) -> str:
-    parts: List[object] = [asked.key, python, below.version, below.sites, os.uname().machine]
-    if asked.explicit:  # made anew under the same name it is another one
+def _key(request: SetupRequest, python: str, below: layer.Below) -> str:
+    parts: List[object] = [request.key, python, below.version, below.sites, os.uname().machine]
+    if request.explicit:  # made anew under the same name it is another one
         parts += [_stamp(python), _stamp(os.path.join(os.path.dirname(os.path.dirname(python)), "pyvenv.cfg"))]
     return blake2b(json.dumps(parts).encode("ascii"), digest_size=10).hexdigest()
 
@@ -116,24 +116,24 @@ def _only_one(path: str, log: BinaryIO) -> Iterator[int]:
 
 
 def _run_anew(
-    asked: Asked, python: str, below: layer.Below, code_dir: str, folder: str, log: BinaryIO, lock_fd: int
+    request: SetupRequest, python: str, below: layer.Below, code_dir: str, folder: str, log: BinaryIO, lock_fd: int
 ) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     try:
         os.makedirs(os.path.join(folder, FOLDER), mode=0o700)
-        if not asked.explicit:
+        if not request.explicit:
             write_whole(os.path.join(folder, layer.BASE), (python + "\n").encode("utf-8", "surrogateescape"))
-            layer.make_layer(folder, python, below, asked.env)
+            layer.make_layer(folder, python, below, request.env)
         before = made.look(code_dir)
-        own = python if asked.explicit else os.path.join(folder, "bin", "python")
-        _Running(asked, own, code_dir, folder, log).to_the_end(lock_fd)
-        if not asked.explicit:
+        own = python if request.explicit else os.path.join(folder, "bin", "python")
+        _Running(request, own, code_dir, folder, log).to_the_end(lock_fd)
+        if not request.explicit:
             # modules that it has compiled in the project's folder are stored for other jobs, like all its files
             share_editables(folder, code_dir, compiled_modules(code_dir))
         for line in made.keep(code_dir, before, os.path.join(folder, made.MADE)):
             note(log, "setup: " + line)
         with open(os.path.join(folder, COMPLETE), "w", encoding="utf-8") as f:
-            f.write(asked.key + "\n")
+            f.write(request.key + "\n")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -142,22 +142,22 @@ def _run_anew(
 class _Running:
     """The run of the command."""
 
-    def __init__(self, asked: Asked, python: str, code_dir: str, folder: str, log: BinaryIO) -> None:
-        env = {name: value for name, value in asked.env.items() if name not in _UNWANTED}
+    def __init__(self, request: SetupRequest, python: str, code_dir: str, folder: str, log: BinaryIO) -> None:
+        env = {name: value for name, value in request.env.items() if name not in _UNWANTED}
         env.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")
-        self._asked, self._log, self._code_dir = asked, log, code_dir
+        self._request, self._log, self._code_dir = request, log, code_dir
         self._env = environment_of(env, python, folder)
-        self._hidden = [form for value in asked.hidden for form in forms_of(value)]
+        self._hidden = [form for value in request.hidden for form in forms_of(value)]
         self._last: Deque[str] = deque(maxlen=LAST_LINES)
 
     def to_the_end(self, lock_fd: int) -> None:
         """Runs the command to its end. Raises SetupFailed unless it exits with 0. Afterwards none of its processes
         runs."""
         shell = shutil.which("bash", path=self._env["PATH"]) or "/bin/sh"
-        note(self._log, "setup: %s" % " ".join(self._asked.command.split())[:200])
+        note(self._log, "setup: %s" % " ".join(self._request.command.split())[:200])
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what it leaves behind comes to this process
         process = subprocess.Popen(
-            [shell, "-e", "-c", self._asked.command],
+            [shell, "-e", "-c", self._request.command],
             env=self._env,
             cwd=self._code_dir,
             stdin=subprocess.DEVNULL,
@@ -168,7 +168,7 @@ class _Running:
         )
         reader = threading.Thread(target=self._copy, args=(process.stdout,), daemon=True)
         reader.start()
-        deadline = time.monotonic() + self._asked.timeout_s
+        deadline = time.monotonic() + self._request.timeout_s
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
         code = process.returncode
@@ -177,7 +177,7 @@ class _Running:
             note(self._log, "setup: ended what it left running (%d)" % left)
         reader.join(KILL_S)
         if code is None:
-            limit = "%g s" % self._asked.timeout_s
+            limit = "%g s" % self._request.timeout_s
             hint = "--setup-timeout gives it more time; a question that it asks is never answered: stdin is empty"
             raise SetupFailed(0, "the setup was ended after %s%s" % (limit, self._words()), hint)
         if code != 0:

@@ -6,7 +6,6 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 from typing import List, Sequence, Tuple
 
-from ..by_itself.after import decide
 from ..host.errors import AgentError
 from ..host.layout import Job, Root
 from ..job.judge import judge
@@ -14,6 +13,7 @@ from ..job.plan import Plan, wanted_gpus
 from ..job.record import read_plan, read_record
 from ..job.status import QUEUED, Status, read_status
 from ..supervisor import start
+from ..unattended.after import decide
 from .jobs import find_job
 from .launch import LaunchRequest, base_env, launch_input
 
@@ -22,14 +22,14 @@ def still_awaited(root: Root, plan: Plan) -> Tuple[str, ...]:
     """The whole IDs of the jobs that the plan's job must wait for; empty if all have succeeded. Raises AgentError for a
     job that is not on this host, or that has ended without success."""
     found = list(dict((_find(root, text, plan)) for text in plan.policy.after).items())
-    verdict = decide(found)
-    if verdict.never:
-        hint = "start that one again, deploy.py resume %s; or leave --after out" % verdict.because
-        raise AgentError("usage", "%s would never start: it is to start %s" % (plan.job_id, verdict.never), hint)
-    if _waits_for(root, plan.job_id, verdict.left):
-        what = "%s waits for %s itself, so neither would start" % (", ".join(verdict.left), plan.job_id)
+    decision = decide(found)
+    if decision.refusal:
+        hint = "start that one again, deploy.py resume %s; or leave --after out" % decision.failed_job
+        raise AgentError("usage", "%s would never start: it is to start %s" % (plan.job_id, decision.refusal), hint)
+    if _waits_for(root, plan.job_id, decision.awaited):
+        what = "%s waits for %s itself, so neither would start" % (", ".join(decision.awaited), plan.job_id)
         raise AgentError("usage", what, "leave --after out")
-    if not verdict.left:
+    if not decision.awaited:
         return ()
     _check_gpus(plan)
     return tuple(job_id for job_id, _ in found)

@@ -14,7 +14,7 @@ from typing import Dict, List, Mapping, NamedTuple, Tuple
 from ..host import environment
 from ..host.errors import AgentError
 from ..host.layout import AGENT_DIR, BESIDE_ENV, STARTED_ENV, Job, Root
-from ..host.typed import Damage
+from ..host.typed import InvalidData
 from ..job.plan import Plan, Text, groups_of, main_role
 from ..job.record import Record, plan_of, read_record
 from ..job.status import read_status
@@ -50,7 +50,7 @@ def beside(root: Root, job: Job, given: Mapping[str, str]) -> Beside:
     try:
         record = read_record(job)
         plan = plan_of(job, record)
-    except Damage:
+    except InvalidData:
         return Beside({**base, **marks(job, attempt), BESIDE_ENV: job.path})
     group = next(groups_of(plan))
     filled = next((g.slots for g in status.groups if g.folder == group.folder), {}) if status is not None else {}

@@ -33,7 +33,7 @@ class _Since(NamedTuple):
     unix_s: Optional[float] = None
 
 
-class _Asked(NamedTuple):
+class _FollowRequest(NamedTuple):
     job: str
     attempt: Optional[int] = None
     from_attempt: Optional[int] = None
@@ -65,24 +65,24 @@ def follow(root: Root, call: Call) -> None:
     """
     from .jobs import find_folder  # a launch, which follows the job that it has started, does without these
 
-    asked = call.read(_Asked)
-    job = find_folder(root, asked.job, kind="unknown_job")  # which is not tried again
-    attempt, chosen = asked.attempt, _chosen(asked)
-    lines = _line_filter(asked.grep) if asked.grep is not None else None
+    request = call.read(_FollowRequest)
+    job = find_folder(root, request.job, kind="unknown_job")  # which is not tried again
+    attempt, chosen = request.attempt, _chosen(request)
+    lines = _line_filter(request.grep) if request.grep is not None else None
     latest = read.latest_attempt(job)
     if attempt is not None and not 1 <= attempt <= (latest or 1):
         raise AgentError("usage", "job %s has no attempt %d: the last one is %d" % (job.id, attempt, latest or 1))
-    offsets = asked.offsets or _beginning(job, asked, chosen)
+    offsets = request.offsets or _beginning(job, request, chosen)
     call.send_event("from", offsets)
-    reader = read.LogReader(job, attempt, offsets, chosen, marks=asked.marks, stay=attempt is not None)
-    once = not asked.live or (attempt is not None and attempt < (latest or 1))
+    reader = read.LogReader(job, attempt, offsets, chosen, marks=request.marks, stay=attempt is not None)
+    once = not request.live or (attempt is not None and attempt < (latest or 1))
     if once:
         reader.stop_here()
     follow_job(job, call, reader, once=once, lines=lines)
 
 
-def _chosen(asked: "Union[_Asked, _LastLines]") -> read.Chosen:
-    return read.Chosen(asked.role, asked.node, None if asked.ranks is None else set(asked.ranks))
+def _chosen(request: "Union[_FollowRequest, _LastLines]") -> read.Chosen:
+    return read.Chosen(request.role, request.node, None if request.ranks is None else set(request.ranks))
 
 
 def _line_filter(pattern: str) -> "LineFilter":
@@ -91,21 +91,21 @@ def _line_filter(pattern: str) -> "LineFilter":
     return LineFilter(pattern)
 
 
-def _beginning(job: Job, asked: "_Asked", chosen: read.Chosen) -> Dict[str, int]:
+def _beginning(job: Job, request: "_FollowRequest", chosen: read.Chosen) -> Dict[str, int]:
     """The start offsets. They name the first attempt, so that a resumed reader begins there too."""
-    attempt = asked.attempt or asked.from_attempt or read.latest_attempt(job)
+    attempt = request.attempt or request.from_attempt or read.latest_attempt(job)
     offsets: Dict[str, int] = {}
-    if asked.since is not None:
+    if request.since is not None:
         from ..logs import times
 
-        ago_s, unix_s = asked.since
+        ago_s, unix_s = request.since
         unix_s = time.time() - ago_s if unix_s is None else unix_s
-        if asked.attempt is None:
+        if request.attempt is None:
             attempt = times.attempt_at(job, unix_s)
         if attempt is not None:
             offsets = times.offsets_at(job, attempt, unix_s)
-    if asked.tail is not None:
-        for name, offset in read.tail_offsets(job, asked.tail, chosen, attempt).items():
+    if request.tail is not None:
+        for name, offset in read.tail_offsets(job, request.tail, chosen, attempt).items():
             offsets[name] = max(offset, offsets.get(name, 0))
     if attempt is not None:
         offsets.setdefault(LogName(attempt, ALONE, LAUNCHER_LOG).text, 0)
@@ -174,6 +174,6 @@ def last_lines(root: Root, call: Call) -> None:
     """Sends the last lines of the first of the chosen ranks (of the launcher if `ranks` is null)."""
     from .jobs import find_folder
 
-    asked = call.read(_LastLines)
-    data = read.last_lines(find_folder(root, asked.job), _chosen(asked), asked.lines)
+    request = call.read(_LastLines)
+    data = read.last_lines(find_folder(root, request.job), _chosen(request), request.lines)
     call.send_data(data[-65536:])

@@ -15,8 +15,8 @@ from ..host import environment
 from ..host.errors import AgentError
 from ..host.files import open_regular
 from ..host.layout import Job, Root
-from ..host.marks import Look
-from ..host.typed import Damage, from_json, load_json, to_json
+from ..host.marks import ProcessSnapshot
+from ..host.typed import InvalidData, from_json, load_json, to_json
 from ..job import progress
 from ..job.views import Glance, GlanceRequest, NewMetrics
 from ..logs.read import Chosen, last_lines
@@ -35,7 +35,7 @@ LOG_LINES, LOG_LINE, LOG_CHARACTERS = 40, 200, 2500
 def glance(root: Root, call: Call) -> None:
     asked = call.read(GlanceRequest)
     job = find_folder(root, asked.job, kind="unknown_job")
-    row = row_of(job, Look())
+    row = row_of(job, ProcessSnapshot())
     gpus, no_gpus = _gpus()
     log = _log(job)
     mark = "%08x" % zlib.crc32(log.encode("utf-8", "surrogatepass"))
@@ -92,7 +92,7 @@ def _numbers_of(line: bytes) -> Dict[str, float]:
     """The numbers of a line; empty if it is not a record."""
     try:
         record = from_json(load_json(line, most=MAX_RECORD), Dict[str, Any])
-    except Damage:
+    except InvalidData:
         return {}
     values = {key: progress.value_of(record, key, float) for key in KEYS}
     return {key: value for key, value in values.items() if value is not None}

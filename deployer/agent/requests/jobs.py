@@ -15,9 +15,9 @@ from ..host.killing import SWEEP_S, end_all
 from ..host.layout import Job, Root, matching_ids, name_ids
 from ..host.locks import locked
 from ..host.machine import boot_id, this_machine
-from ..host.marks import Look, job_processes
+from ..host.marks import ProcessSnapshot, job_processes
 from ..host.processes import Process, describe, still_there
-from ..host.typed import Damage, to_json
+from ..host.typed import InvalidData, to_json
 from ..job import progress
 from ..job.groups import processes_of
 from ..job.judge import judge
@@ -44,11 +44,11 @@ def find_job(root: Root, job_id: str) -> Job:
         raise AgentError("unknown_job", "%r is not a job id" % job_id)
     if os.path.isdir(job.path):
         return job
-    look = Look()
-    if look.of(job).all:
+    snapshot = ProcessSnapshot()
+    if snapshot.of(job).all:
         return job
     ids = [j.id for j in sorted(root.all_jobs(), key=_written_at, reverse=True)]
-    found = matching_ids(job_id, dict.fromkeys([*ids, *look.job_ids(root)]))
+    found = matching_ids(job_id, dict.fromkeys([*ids, *snapshot.job_ids(root)]))
     if len(found) > 1:
         raise AgentError(
             "unknown_job", "%s matches %s" % (job_id, name_ids(found)), "give more of the id, or how it ends"
@@ -96,14 +96,14 @@ def status(root: Root, call: Call) -> None:
 def list_jobs(root: Root) -> List[Row]:
     """One row per job of this root, newest first. A broken job folder is listed as lost and never raises. A job without
     a folder is listed while it runs."""
-    look = Look()
-    jobs = {job.id: job for job in [*map(root.job, look.job_ids(root)), *root.all_jobs()]}
-    return sorted((row_of(job, look) for job in jobs.values()), key=lambda row: (row.created, row.id), reverse=True)
+    snapshot = ProcessSnapshot()
+    jobs = {job.id: job for job in [*map(root.job, snapshot.job_ids(root)), *root.all_jobs()]}
+    return sorted((row_of(job, snapshot) for job in jobs.values()), key=lambda row: (row.created, row.id), reverse=True)
 
 
-def row_of(job: Job, look: Look) -> Row:
+def row_of(job: Job, snapshot: ProcessSnapshot) -> Row:
     try:
-        status = judge(job, look)
+        status = judge(job, snapshot)
     except OSError as e:
         status = Status(LOST, code=TOOL_FAILED, reason="the job folder is broken: %s" % e)
     plan, age_s, now_s, damage = _known(job)
@@ -149,7 +149,7 @@ def _known(job: Job) -> Tuple[Optional[Plan], Optional[float], Optional[float], 
             now_s = time.time()
             age_s = max(0.0, now_s - record.created_at)
         return plan_of(job, record), age_s, now_s, ""
-    except Damage as damage:
+    except InvalidData as damage:
         return None, age_s, now_s, str(damage)
 
 

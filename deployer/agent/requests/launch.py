@@ -16,7 +16,7 @@ from ..host.errors import AgentError
 from ..host.files import write_whole
 from ..host.layout import AGENT_DIR, Job, Root
 from ..host.locks import locked, store_in_use
-from ..host.typed import Damage, to_json
+from ..host.typed import InvalidData, to_json
 from ..job.plan import Include, Plan, parse_plan, trees_of, wanted_gpus
 from ..job.record import RawPlan, Record, known_record, plan_hash, write_record
 from ..job.status import QUEUED, read_status
@@ -28,7 +28,7 @@ from ..supervisor import start
 from ..wire.conversation import Call
 
 if TYPE_CHECKING:
-    from ..gpus.leases import Held
+    from ..gpus.leases import HeldClaim
 
 MAX_PATCH = 4 << 20
 MIN_FREE_BYTES = 64 << 20
@@ -145,7 +145,7 @@ class LaunchRequest(NamedTuple):
 def plan_in(raw: RawPlan) -> Plan:
     try:
         return parse_plan(raw)
-    except Damage as damage:
+    except InvalidData as damage:
         raise AgentError("usage", str(damage)) from None
 
 
@@ -169,7 +169,7 @@ def _awaited(root: Root, plan: Plan) -> Tuple[str, ...]:
     return still_awaited(root, plan)
 
 
-def _claimed(plan: Plan, env: Dict[str, str], *, now: bool) -> "ContextManager[Optional[Held]]":
+def _claimed(plan: Plan, env: Dict[str, str], *, now: bool) -> "ContextManager[Optional[HeldClaim]]":
     """The plan's GPUs, held while its supervisor is started; None for a plan without GPUs, and for one that claims them
     later."""
     wanted = wanted_gpus(plan) if now else None
@@ -271,7 +271,7 @@ def launch_input(
     plan: Plan,
     request: LaunchRequest,
     env: Dict[str, str],
-    held: "Optional[Held]",
+    held: "Optional[HeldClaim]",
     after: Tuple[str, ...] = (),
 ) -> start.LaunchInput:
     return start.LaunchInput(
@@ -281,7 +281,7 @@ def launch_input(
         secrets=request.secrets,
         base_env=env,
         wheels=Store(root).shared(plan.python.wheels, "wheels") if plan.python.wheels else None,
-        held=held.handed() if held is not None else None,
+        held=held.to_inherit() if held is not None else None,
         after=after,
         notify=request.notify,
     )

@@ -9,7 +9,7 @@ from typing import Dict
 
 from ..host.errors import AgentError
 from ..host.layout import Root
-from ..host.typed import Damage, to_json
+from ..host.typed import InvalidData, to_json
 from ..job.plan import Plan, trees_of
 from ..job.record import Record, plan_of, read_record
 from ..job.views import OfJob, OriginalView
@@ -25,7 +25,7 @@ def original(root: Root, call: Call) -> None:
     try:
         record = _at_launch(read_record(job))
         plan = plan_of(job, record)
-    except Damage as damage:
+    except InvalidData as damage:
         raise AgentError("usage", "the plan of %s cannot be used: %s" % (job.id, damage), "launch it anew") from None
     store = Store(root)
     found = OriginalView(job.id, record.plan, all(map(store.has_tree, trees_of(plan))))
@@ -49,7 +49,7 @@ def with_values_of(root: Root, request: LaunchRequest, plan: Plan) -> LaunchRequ
 def _record(root: Root, job_id: str) -> Record:
     try:
         return read_record(find_folder(root, job_id))
-    except (AgentError, Damage):
+    except (AgentError, InvalidData):
         message = "the --env values of %s are not there any more" % job_id
         raise AgentError("usage", message, "give them again: --env NAME=VALUE") from None
 

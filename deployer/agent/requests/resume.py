@@ -12,9 +12,9 @@ from ..host.files import remove, write_whole
 from ..host.layout import Job, Root
 from ..host.locks import locked, store_in_use
 from ..host.machine import boot_id
-from ..host.marks import Look
+from ..host.marks import ProcessSnapshot
 from ..host.processes import still_there
-from ..host.typed import Damage, to_json
+from ..host.typed import InvalidData, to_json
 from ..job import progress
 from ..job.judge import judge
 from ..job.plan import Plan
@@ -40,7 +40,7 @@ def show_plan(root: Root, call: Call) -> None:
     try:
         record = read_record(job)
         plan_of(job, record)
-    except Damage as damage:
+    except InvalidData as damage:
         raise AgentError("usage", "the plan of %s cannot be used: %s" % (job.id, damage), "launch it anew") from None
     found = PlanView(job.id, record.plan, now.attempt, progress.newest_checkpoint(job))
     call.send_event("plan", to_json(found))
@@ -119,10 +119,10 @@ def _await_gone(job: Job, status: Status) -> None:
     """Waits for the old supervisor's end: it writes the final status just before, and only one may own a job. Raises
     AgentError if a process of the job is still there."""
     deadline = time.monotonic() + GONE_S
-    found = Look().of(job)
+    found = ProcessSnapshot().of(job)
     while found.supervisors and not found.others and time.monotonic() < deadline:
         time.sleep(0.01)
-        found = Look().of(job)
+        found = ProcessSnapshot().of(job)
     left = {*found.all, *still_there(status.remaining)}
     if left:
         pids = ", ".join(str(process.pid) for process in sorted(left)[:6])

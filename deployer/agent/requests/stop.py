@@ -14,7 +14,7 @@ from ..host.files import remove_folder
 from ..host.killing import end_all
 from ..host.layout import Job, Root
 from ..host.locks import locked
-from ..host.marks import Look
+from ..host.marks import ProcessSnapshot
 from ..host.processes import Process, send
 from ..host.typed import to_json
 from ..job.judge import judge
@@ -47,7 +47,7 @@ def stop(root: Root, call: Call) -> None:
     job = find_job(root, asked.job)
     before = judge(job)
     _check_here(job, before)
-    was, has_folder, found = before.state, os.path.isdir(job.path), Look().of(job)
+    was, has_folder, found = before.state, os.path.isdir(job.path), ProcessSnapshot().of(job)
     final: Optional[Status] = before
     runs = was not in FINAL or bool(found.supervisors)
     if not runs and not before.on_host:
@@ -105,13 +105,14 @@ class _Ending:
             if now.state in FINAL:
                 ended_at = ended_at or time.monotonic()
                 # the supervisor ends after the final status, unless that is not its own; then it replaces it
-                if time.monotonic() > ended_at + GONE_S or not Look().of(self._job).supervisors:
+                if time.monotonic() > ended_at + GONE_S or not ProcessSnapshot().of(self._job).supervisors:
                     final = self._sweep()
                     if final is not None:
                         return final
             elif ended_at is not None:  # somebody has started it again
                 asked, ended_at, self._began = self._ask(), None, time.monotonic()
-            elif now.state == PREPARING and not Look().of(self._job).all:  # a launch under way, or one that broke off
+            elif now.state == PREPARING and not ProcessSnapshot().of(self._job).all:
+                # a launch under way, or one that broke off
                 final = self._sweep()
                 if final is not None:
                     return final
@@ -133,7 +134,7 @@ class _Ending:
 
     def _ask(self) -> bool:
         """Writes the stop request. Returns whether the supervisor and the ranks can find it."""
-        found = Look().of(self._job)
+        found = ProcessSnapshot().of(self._job)
         self._seen, self._others = set(found.all), set(found.others)
         for supervisor in found.supervisors:
             send(supervisor, signal.SIGCONT)  # a halted one would stop nothing
@@ -144,7 +145,7 @@ class _Ending:
         return True
 
     def _signal_supervisors(self) -> None:
-        for supervisor in Look().of(self._job).supervisors:
+        for supervisor in ProcessSnapshot().of(self._job).supervisors:
             if supervisor not in self._told:
                 self._told.add(supervisor)
                 send(supervisor, signal.SIGTERM)
@@ -159,11 +160,11 @@ class _Ending:
     def _end_alone(self, now: Status) -> Optional[Status]:
         """Ends the job without its supervisor, which is killed first, because it could start the job again. None as in
         `_sweep`."""
-        look = Look().of(self._job)
-        for supervisor in look.supervisors:
+        found = ProcessSnapshot().of(self._job)
+        for supervisor in found.supervisors:
             send(supervisor, signal.SIGKILL)
         left_s = max(0.0, self._began + self._grace_s - time.monotonic())
-        end_all(lambda: Look().of(self._job).all, term_s=left_s, settle_s=0.0, seen=look.all)
+        end_all(lambda: ProcessSnapshot().of(self._job).all, term_s=left_s, settle_s=0.0, seen=found.all)
         return self._sweep(stopped=now)
 
     def _sweep(self, *, stopped: Optional[Status] = None) -> Optional[Status]:
@@ -205,7 +206,7 @@ class _Ending:
 
     def _leave_nothing(self, final: Status) -> Status:
         """The final status after the job's last processes; one that cannot be ended is in `remaining`."""
-        told, left = end_all(lambda: Look().of(self._job).all, term_s=0.0, settle_s=0.0, seen=self._seen)
+        told, left = end_all(lambda: ProcessSnapshot().of(self._job).all, term_s=0.0, settle_s=0.0, seen=self._seen)
         if final.damaged and self._others:  # it ran, and no supervisor could write how it ended
             final = final._replace(state=STOPPED, code=None, reason="stopped on request; %s" % final.damaged)
         counted = final.ended  # by its supervisor

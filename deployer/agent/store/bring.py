@@ -13,7 +13,7 @@ from ..wire.conversation import Call
 from ..wire.frames import Frame
 from . import tree
 from .content import Store
-from .intake import Blob, Intake, Planter
+from .intake import Blob, Intake, TreeWriter
 from .spare import Spare, discard
 
 MAX_UNPACKED = 1 << 20
@@ -75,11 +75,11 @@ def _take_ahead(store: Store, name: str, call: Call) -> Optional[Spare]:
     if sum(size for digest, size in announced.blobs if digest in absent) * 2 < coming:
         drain(frames, call)  # most of it is here: asking for the rest is faster
         return None
-    planter = _planter(store, announced, absent)
-    intake = Intake(store, announced.blobs, absent, planter)
+    tree_writer = _tree_writer(store, announced, absent)
+    intake = Intake(store, announced.blobs, absent, tree_writer)
     whole = len(announced.blobs) == len(tree.blobs_of(announced.entries))
     complete = _receive(intake, rest)
-    arrived = planter.harvest() if planter else None
+    arrived = tree_writer.finish() if tree_writer else None
     try:
         if complete and (whole or not store.missing(announced.entries)):
             store.save_tree(announced.entries)
@@ -89,11 +89,11 @@ def _take_ahead(store: Store, name: str, call: Call) -> Optional[Spare]:
     return arrived
 
 
-def _planter(store: Store, announced: _Announced, absent: Iterable[str]) -> Optional[Planter]:
+def _tree_writer(store: Store, announced: _Announced, absent: Iterable[str]) -> Optional[TreeWriter]:
     """A writer for a tree of which most files arrive; otherwise None, because a spare copy is better if little has
     changed."""
     files = sum(entry.mode != tree.LINK for entry in announced.entries)
-    return Planter(store, announced.entries) if len(set(absent)) * 2 > files else None
+    return TreeWriter(store, announced.entries) if len(set(absent)) * 2 > files else None
 
 
 def _read_announcement(

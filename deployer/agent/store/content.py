@@ -18,7 +18,7 @@ from ..host.disk import fail, free_bytes, megabytes, no_room
 from ..host.errors import AgentError
 from ..host.files import open_regular, read_whole, remove, remove_folder, write_whole
 from ..host.layout import Root
-from ..host.typed import Damage, parse
+from ..host.typed import InvalidData, parse
 from .blob import BlobWriter
 from .packs import Packs, names, read_index
 from .tree import LINK, MAX_BYTES, Entry, check_entry, content_hash, dump_entries, folders_of
@@ -62,7 +62,7 @@ class Store:
             entries = _read_tree(path, root_hash)
         except FileNotFoundError:
             raise AgentError("need", "this host does not have the tree %s" % root_hash)
-        except (OSError, Damage):
+        except (OSError, InvalidData):
             remove_folder(path)  # whatever lies there
             raise AgentError("need", "this host's copy of the tree %s was damaged" % root_hash)
         check_tree(entries)
@@ -164,7 +164,7 @@ class Store:
         for path in filter(None, (self._tree_path(root_hash), listing)):
             try:
                 entries = _read_tree(path, root_hash)
-            except (OSError, Damage):
+            except (OSError, InvalidData):
                 continue
             check_tree(entries)
             return entries
@@ -295,10 +295,10 @@ class Store:
 
 
 def _read_tree(path: str, root_hash: str) -> List[Entry]:
-    """Reads a tree's file. Raises OSError if it cannot be read, and Damage if its hash is wrong."""
+    """Reads a tree's file. Raises OSError if it cannot be read, and InvalidData if its hash is wrong."""
     data = read_whole(path, MAX_BYTES + 1)
     if content_hash(data) != root_hash:
-        raise Damage("its hash is another")
+        raise InvalidData("its hash is another")
     return parse(data, List[Entry], most=MAX_BYTES)
 
 
@@ -311,7 +311,7 @@ def check_tree(entries: Sequence[Entry]) -> None:
     for entry in entries:
         try:
             check_entry(entry)
-        except Damage as damage:
+        except InvalidData as damage:
             raise AgentError("usage", "a tree holds an entry that is refused: %s" % damage)
         if entry.mode != LINK and not _HASH.match(entry.hash):
             raise AgentError("usage", "a tree holds %r with no content hash" % entry.path)

@@ -23,14 +23,14 @@ SMALL_BYTES = 1 << 20
 PACK_FROM = 32
 """Fewer small blobs than this go into the store one by one."""
 
-PLANTERS = 4
+WRITER_THREADS = 4
 MAX_WAITING = 32
 """Maximum number of small blobs in memory that no thread has written yet."""
 
 Blob = Tuple[str, int]  # content hash, bytes
 
 
-class Planter:
+class TreeWriter:
     """Writes a tree's files while their blobs arrive, so that the job's copy does not need to read them again.
 
     Creating a file takes 0.7 ms of kernel time on some disks, so several threads do it.
@@ -39,47 +39,47 @@ class Planter:
     def __init__(self, store: Store, entries: Sequence[Entry]) -> None:
         self._folder = store.aside("arrival")
         self._entries: Dict[str, List[Entry]] = {}
-        self._planted: List[Entry] = []
+        self._written: List[Entry] = []
         self._failure: Optional[OSError] = None
         for entry in entries:
             if entry.mode != LINK:
                 self._entries.setdefault(entry.hash, []).append(entry)
         make_folders(os.path.join(self._folder, "tree"), entries)
         self._waiting: queue.Queue[Optional[Tuple[str, bytes]]] = queue.Queue(MAX_WAITING)
-        self._gardeners = [threading.Thread(target=self._work, daemon=True) for _ in range(PLANTERS)]
-        for gardener in self._gardeners:
-            gardener.start()
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(WRITER_THREADS)]
+        for thread in self._threads:
+            thread.start()
 
-    def plant(self, digest: str, data: bytes) -> None:
+    def write(self, digest: str, data: bytes) -> None:
         """Queues the files of a blob for writing. Raises OSError if an earlier one could not be written."""
         if self._failure is not None:
             raise self._failure
         self._waiting.put((digest, data))
 
-    def harvest(self) -> Spare:
+    def finish(self) -> Spare:
         """Waits for the threads and returns the written files. Raises AgentError if a file could not be written."""
         self._end()
         if self._failure is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             fail(self._failure.filename or self._folder, self._failure)
-        return Spare(self._folder, self._planted, untouched=True)
+        return Spare(self._folder, self._written, untouched=True)
 
     def abort(self) -> None:
         self._end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end(self) -> None:
-        for _ in self._gardeners:
+        for _ in self._threads:
             self._waiting.put(None)
-        for gardener in self._gardeners:
-            gardener.join()
+        for thread in self._threads:
+            thread.join()
 
     def _work(self) -> None:
         for digest, data in iter(self._waiting.get, None):
             try:
                 for entry in self._entries.get(digest, ()):
                     write_file(os.path.join(self._folder, "tree", entry.path), data, entry.mode)
-                    self._planted.append(entry)
+                    self._written.append(entry)
             except OSError as error:
                 self._failure = self._failure or error  # the rest is taken off the queue, so that nobody waits for ever
 
@@ -91,12 +91,12 @@ class Intake:
     """
 
     def __init__(
-        self, store: Store, blobs: Sequence[Blob], wanted: Collection[str], planter: Optional[Planter] = None
+        self, store: Store, blobs: Sequence[Blob], wanted: Collection[str], tree_writer: Optional[TreeWriter] = None
     ) -> None:
         small = sum(size <= SMALL_BYTES for digest, size in blobs if digest in wanted)
         self._store = store
         self._wanted = wanted
-        self._planter = planter
+        self._tree_writer = tree_writer
         self._pack: Optional[PackWriter] = PackWriter(store.root) if small >= PACK_FROM else None
         self._coming: Iterator[Blob] = iter(blobs)
         self._blob = next(self._coming, None)
@@ -137,8 +137,8 @@ class Intake:
             self._writer.abort()
         if self._pack is not None:
             self._pack.abort()
-        if self._planter is not None:
-            self._planter.abort()
+        if self._tree_writer is not None:
+            self._tree_writer.abort()
 
     def _take(self, part: memoryview) -> None:
         digest, size = self._blob or ("", 0)
@@ -175,7 +175,7 @@ class Intake:
     def _add_to_pack(self, pack: PackWriter, digest: str, data: bytes) -> None:
         try:
             pack.add(digest, data)
-            if self._planter is not None:
-                self._planter.plant(digest, data)
+            if self._tree_writer is not None:
+                self._tree_writer.write(digest, data)
         except OSError as error:
             fail(error.filename or self._store.root.tmp, error)

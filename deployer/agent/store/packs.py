@@ -12,7 +12,7 @@ import struct
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from ..host.layout import Root
-from ..host.typed import Damage, as_row, parse, to_json
+from ..host.typed import InvalidData, as_row, parse, to_json
 
 _LENGTH = struct.Struct(">Q")
 MAX_INDEX = 64 << 20
@@ -61,7 +61,7 @@ class PackWriter:
                 pass  # a full disk again, for what was still buffered; or there is nothing left to remove
 
 
-class _Place(NamedTuple):
+class _PackSpan(NamedTuple):
     path: str
     fd: int
     start: int
@@ -73,7 +73,7 @@ class Packs:
 
     def __init__(self, root: Root) -> None:
         self._folder = root.packs
-        self._found: Optional[Dict[str, _Place]] = None
+        self._found: Optional[Dict[str, _PackSpan]] = None
 
     def size(self, digest: str) -> Optional[int]:
         found = self._blobs().get(digest)
@@ -96,9 +96,9 @@ class Packs:
         self._found = {name: place for name, place in self._blobs().items() if place.path != path}
         os.unlink(path)
 
-    def _blobs(self) -> Dict[str, _Place]:
+    def _blobs(self) -> Dict[str, _PackSpan]:
         if self._found is None:
-            found: Dict[str, _Place] = {}
+            found: Dict[str, _PackSpan] = {}
             for name in names(self._folder):
                 found.update(_open(os.path.join(self._folder, name)))
             self._found = found
@@ -116,12 +116,12 @@ def names(folder: str) -> List[str]:
         return []
 
 
-def _open(path: str) -> Dict[str, _Place]:
+def _open(path: str) -> Dict[str, _PackSpan]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return {}  # its blobs are in the store by now
-    found = {digest: _Place(path, fd, start, size) for digest, start, size in read_index(fd)}
+    found = {digest: _PackSpan(path, fd, start, size) for digest, start, size in read_index(fd)}
     if not found:
         os.close(fd)
     return found
@@ -136,7 +136,7 @@ def read_index(fd: int) -> List[Tuple[str, int, int]]:
         if length > min(end, MAX_INDEX):
             return []
         index = parse(os.pread(fd, length, end - length), Dict[str, _Part], most=MAX_INDEX)
-    except (OSError, struct.error, Damage):
+    except (OSError, struct.error, InvalidData):
         return []
     parts = [(digest, part.start, part.size) for digest, part in index.items()]
     return parts if all(start + size <= end for _, start, size in parts) else []

@@ -20,7 +20,7 @@ from ..host.layout import Root
 from ..host.locks import store_in_use, take_lock
 from ..host.machine import boot_id
 from ..host.processes import own_process_argv
-from ..host.typed import Damage, read_typed, to_json
+from ..host.typed import InvalidData, read_typed, to_json
 from .content import Store
 from .tree import MAX_BYTES as MAX_TREE
 from .tree import Entry, check_entry
@@ -51,7 +51,7 @@ class SpareRecord(NamedTuple):
 
 
 def read_record(folder: str) -> SpareRecord:
-    """Raises OSError or Damage."""
+    """Raises OSError or InvalidData."""
     record = read_typed(os.path.join(folder, "record.json"), SpareRecord, most=2 * MAX_TREE)
     for entry in record.entries:
         check_entry(entry)
@@ -139,10 +139,10 @@ def _take(root: Root) -> Optional[Spare]:
     try:
         record = read_record(aside)
         if record.boot != boot_id():
-            raise Damage("it was made before the host was started anew")
+            raise InvalidData("it was made before the host was started anew")
         now = _marks(os.path.join(aside, "tree"), record.entries)
         return Spare(aside, [e for e in record.entries if now[e.path] == record.marks.get(e.path)])
-    except (OSError, AgentError, Damage):
+    except (OSError, AgentError, InvalidData):
         shutil.rmtree(aside, ignore_errors=True)
         return None
 

@@ -9,7 +9,7 @@ import zlib
 from typing import Dict, List, Literal, NamedTuple, Optional, Sequence, Set
 
 from ..host.files import blake2b, is_path_below, open_regular
-from ..host.typed import Damage, as_row, parse
+from ..host.typed import InvalidData, as_row, parse
 
 Mode = Literal["f", "x", "l"]
 FILE: Mode = "f"
@@ -61,7 +61,7 @@ def dump_entries(entries: Sequence[Entry]) -> bytes:
 
 
 def load_entries(data: bytes) -> List[Entry]:
-    """Entries from a file or the other side, each checked so that it cannot point outside the tree. Raises Damage."""
+    """Entries from a file or the other side. Raises InvalidData, also for an entry that points outside the tree."""
     entries = parse(data, List[Entry], most=MAX_BYTES)
     for entry in entries:
         check_entry(entry)
@@ -69,24 +69,24 @@ def load_entries(data: bytes) -> List[Entry]:
 
 
 def unpacked(data: bytes) -> bytes:
-    """Decompresses entries or Changes. Raises Damage if the data is not valid or too large."""
+    """Decompresses entries or Changes. Raises InvalidData if the data is not valid or too large."""
     try:
         text = zlib.decompressobj().decompress(data, MAX_BYTES + 1)
     except zlib.error as error:
-        raise Damage("it cannot be unpacked: %s" % error) from None
+        raise InvalidData("it cannot be unpacked: %s" % error) from None
     return text
 
 
 def check_entry(entry: Entry) -> None:
-    """Raises Damage for a path that is absolute, leaves the tree, or is not a plain name."""
+    """Raises InvalidData for a path that is absolute, leaves the tree, or is not a plain name."""
     if not is_path_below(entry.path):
-        raise Damage("unsafe path in a tree: %.200r" % entry.path)
+        raise InvalidData("unsafe path in a tree: %.200r" % entry.path)
     if entry.mode not in (FILE, EXECUTABLE, LINK):
-        raise Damage("unknown mode %.20r of %.200r" % (entry.mode, entry.path))
+        raise InvalidData("unknown mode %.20r of %.200r" % (entry.mode, entry.path))
     if entry.mode == LINK and ("\0" in entry.hash or not entry.hash):
-        raise Damage("unsafe link target of %.200r" % entry.path)
+        raise InvalidData("unsafe link target of %.200r" % entry.path)
     if entry.mode != LINK and not all(c in "0123456789abcdef" for c in entry.hash):
-        raise Damage("not a hash: %.60r" % entry.hash)
+        raise InvalidData("not a hash: %.60r" % entry.hash)
 
 
 def folders_of(entries: Sequence[Entry]) -> List[str]:

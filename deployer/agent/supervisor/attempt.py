@@ -24,8 +24,8 @@ from .turn import Stopped, Turn
 from .watch import Watch
 
 if TYPE_CHECKING:
-    from ..by_itself.idle import IdleGpus
     from ..gpus.claim import JobGpus
+    from ..unattended.idle import IdleGpus
 
 
 class Attempt:
@@ -47,7 +47,7 @@ class Attempt:
         self._restarted = restarted
         self._gpus = gpus
         self._watch: Optional[Watch] = None
-        self._metrics_before = progress.metrics_mark(turn.job)
+        self._metrics_before = progress.metrics_fingerprint(turn.job)
 
     def run(self) -> Ending:
         """Runs one attempt, from the preparation to the verdict."""
@@ -62,7 +62,7 @@ class Attempt:
         try:
             self._start()
         except Stopped:
-            stop = self._turn.asked.read()
+            stop = self._turn.stop_state.read()
             reason = (stop.reason if stop else "") or "stopped on request"
             return Ending(STOPPED, None, reason + ", before it had started")
         except AgentError as e:
@@ -86,7 +86,7 @@ class Attempt:
     def report(self, ending: Ending) -> AttemptReport:
         """The summary of this attempt for the status."""
         job, now = self._turn.job, self._turn.status.now
-        has_stepped = is_trainer(self._given.plan) and progress.metrics_mark(job) != self._metrics_before
+        has_stepped = is_trainer(self._given.plan) and progress.metrics_fingerprint(job) != self._metrics_before
         return AttemptReport(
             self._number,
             ending.state,
@@ -130,7 +130,7 @@ class Attempt:
         timeout_s = self._given.plan.policy.idle_timeout_s
         if timeout_s is None:
             return None
-        from ..by_itself.idle import IdleGpus
+        from ..unattended.idle import IdleGpus
 
         status = self._turn.status
 
@@ -144,7 +144,7 @@ class Attempt:
 
     def _places(self) -> Dict[str, str]:
         """The file systems that the job uses."""
-        from ..job.vitals import places
+        from ..job.host_resources import places
 
         root = Root(os.path.dirname(os.path.dirname(self._turn.job.path)))
         return places(self._turn.job.path, root.cache, self._env())
@@ -160,17 +160,17 @@ class Attempt:
         if ending.state not in (FAILED, LOST):
             return ending
         try:
-            from ..job.death import Look
-            from ..job.vitals import VitalWatch
+            from ..job.failure import FailureAnalysis
+            from ..job.host_resources import ResourceMonitor
 
             now = self._turn.status.now
             python = (self._given.plan.python, slot_of(now, "python"))
-            look = Look(self._turn.job, self._number, now.devices, self._env(), python)
-            watch = self._watch.host_at_start() if self._watch is not None else VitalWatch(self._places())
+            analysis = FailureAnalysis(self._turn.job, self._number, now.devices, self._env(), python)
+            watch = self._watch.host_at_start() if self._watch is not None else ResourceMonitor(self._places())
             pids = [rank.pid for rank in evidence.ranks] if evidence is not None else []
             pids += [process.pid for process in leftovers(self._turn.job)]
-            memory = evidence.memory if evidence is not None else None
-            return look.explain(ending, watch, memory=memory, pids=pids, started=self._watch is not None)
+            oom_kill = evidence.oom_kill if evidence is not None else None
+            return analysis.explain(ending, watch, oom_kill=oom_kill, pids=pids, started=self._watch is not None)
         except Exception:
             import traceback
 

@@ -190,10 +190,10 @@ def _resolve(
         with open(output, "ab", buffering=0) as f:
             found = _Answer(resolve_python(spec, job.code, root, env, f))
             if setup is not None:
-                from ..python.setup import Asked, set_up
+                from ..python.setup import SetupRequest, set_up
 
-                asked = Asked(*setup.plan, setup.env, setup.hidden, explicit=bool(spec.explicit))
-                python, folder = set_up(asked, found.python, job.code, root, f)
+                request = SetupRequest(*setup.plan, setup.env, setup.hidden, explicit=bool(spec.explicit))
+                python, folder = set_up(request, found.python, job.code, root, f)
                 found = _Answer(python, setup={"setup": folder, "below": found.python})
     except SetupFailed as e:
         found = _Answer(error=(e.kind, e.message[:4000], e.hint[:500]), code=e.code)

@@ -28,7 +28,7 @@ from ..job.status import (
     TOOL_FAILED,
     Status,
     gpus_of,
-    read_word,
+    read_stored_status,
     utc,
     visible_gpus,
 )
@@ -88,7 +88,7 @@ class JobRun:
     def _first_status(self) -> Status:
         """The status to start with: the whole one of an adopted job; of a resumed job, the attempts that have ended."""
         number = self.given.attempt
-        before, damage = read_word(self.job)
+        before, damage = read_stored_status(self.job)
         if self.given.adopt:
             kept = Status(RUNNING, attempt=number, first_attempt=number, max_attempts=number, warnings=(damage,))
             if before is not None and before.state in FINAL:  # which its processes have proved wrong
@@ -159,23 +159,23 @@ class JobRun:
     def _await_others(self) -> Optional[Ending]:
         """Waits for the jobs that must succeed first, then claims the GPUs. Returns the ending if the job never
         starts."""
-        from ..by_itself.after import Others
+        from ..unattended.after import AwaitedJobs
 
         names = ", ".join(self.given.after)
         if self.given.adopt and self.plan.secret_names:
             reason = "it waited for %s, and the supervisor that knew its secrets was killed; resume it" % names
             return Ending(LOST, TOOL_FAILED, reason)
-        others = Others(Root(os.path.dirname(os.path.dirname(self.job.path))), self.given.after)
-        while self._turn.asked.read() is None:
-            seen = others.look()
-            if seen is not None and seen.never:
-                self.status.note(after=(seen.because,))
-                return Ending(FAILED, TOOL_FAILED, seen.never, log="")
-            if seen is not None and not seen.left:
+        awaited = AwaitedJobs(Root(os.path.dirname(os.path.dirname(self.job.path))), self.given.after)
+        while self._turn.stop_state.read() is None:
+            seen = awaited.poll()
+            if seen is not None and seen.refusal:
+                self.status.note(after=(seen.failed_job,))
+                return Ending(FAILED, TOOL_FAILED, seen.refusal, log="")
+            if seen is not None and not seen.awaited:
                 self.given = self.given._replace(adopt=False)
                 return self._claim()
-            if seen is not None and seen.left != self.status.now.after:
-                self.status.save(after=seen.left)
+            if seen is not None and seen.awaited != self.status.now.after:
+                self.status.save(after=seen.awaited)
             self._turn.wait()
         self.status.note(after=())
         return Ending(STOPPED, None, "stopped on request, while it waited for %s" % names)
@@ -203,9 +203,9 @@ class JobRun:
 
     def _is_stopped_within(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
-        while self._turn.asked.read() is None and time.monotonic() < until:
+        while self._turn.stop_state.read() is None and time.monotonic() < until:
             self._turn.wait()
-        return self._turn.asked.read() is not None
+        return self._turn.stop_state.read() is not None
 
     def _queue(self) -> bool:
         """Waits for the job's GPUs. Returns False if a stop was requested."""
@@ -218,7 +218,7 @@ class JobRun:
                 self.status.save(state=QUEUED, queue=self.gpus.view)
             if waits:
                 self._turn.wait()
-            if self._turn.asked.read() is not None:
+            if self._turn.stop_state.read() is not None:
                 return False
         return True
 
@@ -274,9 +274,9 @@ class JobRun:
             self._take_over_input()
         self._restarted = True
         until = time.monotonic() + wait_s
-        while self._turn.asked.read() is None and time.monotonic() < until:
+        while self._turn.stop_state.read() is None and time.monotonic() < until:
             self._turn.wait()
-        return self._turn.asked.read()
+        return self._turn.stop_state.read()
 
     def _take_over_input(self) -> None:
         """Restores the input of the killed supervisor, as far as it is stored."""
@@ -301,7 +301,7 @@ class JobRun:
             hosts = ", ".join(self.plan.policy.notify)
             say("notify: the URL of %s was known to the supervisor that was killed: nobody is told any more" % hosts)
             return None
-        from ..by_itself.notify import Notifier
+        from ..unattended.notify import Notifier
 
         notifier = Notifier(self.given.notify, self.job, self.plan.name, self._env(), say)
         self._turn.apart = notifier.processes
@@ -316,7 +316,7 @@ class JobRun:
         """Ends the processes that the attempt left."""
         if self.attempt is None:
             return
-        stop, request = self.attempt.stop, self._turn.asked.read()
+        stop, request = self.attempt.stop, self._turn.stop_state.read()
         self._seen |= stop.seen if stop is not None else set()
         signalled, self._remaining = end_all(
             self._find_leftovers,
@@ -351,7 +351,7 @@ class JobRun:
             self.gpus.release(ended=not self._remaining)
         self.status.save_last()
         if self._turn.tell is not None:
-            from ..by_itself.event import last_event
+            from ..unattended.event import last_event
 
             self._turn.tell(last_event(ending.state), ending)
 

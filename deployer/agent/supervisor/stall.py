@@ -16,8 +16,8 @@ from ..job.stop import StopRequest, new_stop
 from .running import Running
 
 if TYPE_CHECKING:
-    from ..by_itself.event import Name
-    from ..by_itself.idle import IdleGpus
+    from ..unattended.event import Name
+    from ..unattended.idle import IdleGpus
 
 STALL_CODE = 124
 """The exit code of a stalled attempt, as in `timeout`."""
@@ -101,8 +101,8 @@ class Stall:
         if self._running.unready():
             return time.monotonic()
         if self._is_trainer:
-            return progress.trainer_mark(self._job)
-        return progress.output_mark(self._job, self._attempt)
+            return progress.trainer_fingerprint(self._job)
+        return progress.output_fingerprint(self._job, self._attempt)
 
 
 def stalled_ending(job: Job, timeout_s: float, *, is_trainer: bool) -> Ending:
@@ -114,7 +114,7 @@ def stalled_ending(job: Job, timeout_s: float, *, is_trainer: bool) -> Ending:
 
 
 def idle_ending(labels: Sequence[str], timeout_s: float) -> Ending:
-    from ..by_itself.idle import IDLE_BELOW
+    from ..unattended.idle import IDLE_BELOW
 
     gpus, were = (labels[0], "was") if len(labels) == 1 else (",".join(labels), "were")
     what = "GPU%s %s %s idle (below %d %%) for %s"

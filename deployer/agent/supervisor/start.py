@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Dict, NamedTuple, Optional, Tuple
 
-from ..gpus.view import Handed
+from ..gpus.view import InheritedClaim
 from ..host.errors import AgentError
 from ..host.layout import SUPERVISOR_ENV, Job
 from ..host.locks import take_lock
@@ -39,7 +39,7 @@ class LaunchInput(NamedTuple):
     """The session's environment."""
     wheels: Optional[str] = None
     """The folder of wheels that were sent."""
-    held: Optional[Handed] = None
+    held: Optional[InheritedClaim] = None
     """The job's GPUs, or a place in their queue."""
     after: Tuple[str, ...] = ()
     """IDs of the jobs that must succeed first; the job has no GPUs before."""

@@ -6,13 +6,13 @@ Stdlib only, Python 3.8, Linux.
 from typing import TYPE_CHECKING, Callable, List, Optional, Protocol, Set
 
 from ..host.processes import Process
-from ..job.stop import Asked
+from ..job.stop import StopState
 from .children import Children
 from .status_file import StatusFile, say
 
 if TYPE_CHECKING:
-    from ..by_itself.event import Name
     from ..job.ending import Ending
+    from ..unattended.event import Name
 
 Hook = Callable[[], None]
 """Work between two waits: called every POLL_S or sooner; must be quick and do only what is needed now."""
@@ -36,7 +36,7 @@ class Turn:
         self.job = status.job
         self.status = status
         self.children = Children()
-        self.asked = Asked(self.job)
+        self.stop_state = StopState(self.job)
         self.hooks: List[Hook] = []
         self.tell: Optional[Tell] = None
         self.apart: Set[Process] = set()
@@ -51,11 +51,11 @@ class Turn:
 
     def ask_to_stop(self, reason: str = "") -> None:
         """Requests a stop on behalf of the supervisor."""
-        error = self.asked.ask(reason)
+        error = self.stop_state.ask(reason)
         if error is not None:
             say("cannot write %s: %s" % (self.job.stop, error.strerror))
 
     def check(self) -> None:
         """Raises Stopped if a stop was requested."""
-        if self.asked.read() is not None:
+        if self.stop_state.read() is not None:
             raise Stopped

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
 
 from ..host.killing import Subreaper
-from ..job.ending import Evidence, Memory, read_outcome, read_ranks
+from ..job.ending import Evidence, OomKill, read_outcome, read_ranks
 from ..job.plan import Plan, is_trainer
 from ..job.status import GroupStatus
 from ..logs.keep import LogKeeper
@@ -18,9 +18,9 @@ from .stop_stages import Stopping, kill_ranks
 from .turn import Hook, Turn
 
 if TYPE_CHECKING:
-    from ..by_itself.idle import IdleGpus
     from ..host.cgroups import OomWatch
-    from ..job.vitals import VitalWatch
+    from ..job.host_resources import ResourceMonitor
+    from ..unattended.idle import IdleGpus
 
 Places = Callable[[], Dict[str, str]]
 SIBLINGS_S = 5.0
@@ -39,7 +39,7 @@ class Watch:
         where: Places,
         idle: "Optional[IdleGpus]" = None,
     ) -> None:
-        """`where`: the file systems that it uses, see vitals.places. `idle`: watches the utilization of its GPUs."""
+        """`where`: the job's file systems, see host_resources.places. `idle`: watches the utilization of its GPUs."""
         self.stop: Optional[Stopping] = None
         self.stall = Stall(turn.job, number, plan, running, idle)
         self._turn = turn
@@ -69,17 +69,17 @@ class Watch:
         return Evidence(
             ranks=read_ranks(job, self._number),
             groups=self._running.ends(),
-            stop=self._turn.asked.read(),
+            stop=self._turn.stop_state.read(),
             outcome=read_outcome(job),
             stalled=self.stall.ending,
-            memory=self._host.killed(),
+            oom_kill=self._host.oom_kill(),
         )
 
-    def host_at_start(self) -> "VitalWatch":
+    def host_at_start(self) -> "ResourceMonitor":
         """The host's resources since the start."""
         self._host.look()
-        assert self._host.vitals is not None
-        return self._host.vitals
+        assert self._host.monitor is not None
+        return self._host.monitor
 
     def _tell_start(self, *, any_rank: bool = False) -> None:
         """Sends the event `start` once all ranks have started; with `any_rank`, if any rank has, for an attempt that
@@ -97,11 +97,11 @@ class Watch:
     def _drive_stop(self) -> None:
         """Carries out a requested stop, or ends a stalled attempt. For a stall there is no stop file, because the job
         may restart."""
-        request = self._turn.asked.read() or self.stall.request
+        request = self._turn.stop_state.read() or self.stall.request
         if request is None:
             return
         if self.stop is None:
-            flagged = self._is_trainer and self.stall.request is None and self._turn.asked.is_flagged()
+            flagged = self._is_trainer and self.stall.request is None and self._turn.stop_state.is_flagged()
             subreaper = Subreaper(self._turn.job, self._turn.children.reap, self._turn.apart)
             self.stop = Stopping(self._running, subreaper=subreaper, flagged=flagged)
         phase = self.stop.advance(request)
@@ -121,38 +121,38 @@ class _HostWatch:
     """The host's resources during the attempt, and whether the kernel has killed a process for lack of memory."""
 
     def __init__(self, running: Running, where: Places, *, has_gpus: bool) -> None:
-        self.vitals: "Optional[VitalWatch]" = None
+        self.monitor: "Optional[ResourceMonitor]" = None
         self._running = running
         self._where = where
         self._has_gpus = has_gpus
         self._oom: "Optional[OomWatch]" = None
 
     def look(self) -> None:
-        if self._oom is None or self.vitals is None:
-            self._oom, self.vitals = self._load_the_rest()
+        if self._oom is None or self.monitor is None:
+            self._oom, self.monitor = self._load_the_rest()
         if not self._running.has_failed():
             self._oom.sample()
-            if self.vitals.sample():
+            if self.monitor.sample():
                 with suppress(ImportError):  # our own files may be gone: an end is told without causes then
-                    self._load_what_tells_of_a_death()
+                    self._load_failure_analysis()
 
-    def killed(self) -> Optional[Memory]:
+    def oom_kill(self) -> Optional[OomKill]:
         oom = self._oom
-        return Memory(oom.REASON, oom.HINT) if oom is not None and oom.has_killed() else None
+        return OomKill(oom.REASON, oom.HINT) if oom is not None and oom.has_killed() else None
 
-    def _load_the_rest(self) -> "Tuple[OomWatch, VitalWatch]":
+    def _load_the_rest(self) -> "Tuple[OomWatch, ResourceMonitor]":
         """Loads what only the attempt's end needs: the job has already started, and our own files may be gone later."""
         from ..host.cgroups import OomWatch
-        from ..job.vitals import VitalWatch
+        from ..job.host_resources import ResourceMonitor
         from . import restarts  # noqa: F401
 
         if self._has_gpus:
             from ..gpus import freed  # noqa: F401
-        return OomWatch(), VitalWatch(self._where())
+        return OomWatch(), ResourceMonitor(self._where())
 
-    def _load_what_tells_of_a_death(self) -> None:
+    def _load_failure_analysis(self) -> None:
         """Loads the analysis of failures, later than the rest: it takes longer, and the job is only starting."""
-        from ..job import death  # noqa: F401
+        from ..job import failure  # noqa: F401
 
         if self._has_gpus:
             from ..gpus import health  # noqa: F401

@@ -16,7 +16,7 @@ import time
 from typing import Any, BinaryIO, Callable, Dict, Iterator, Mapping, Optional, Tuple, Type, TypeVar
 
 from ..host.errors import AgentError
-from ..host.typed import Damage, from_json, load_json
+from ..host.typed import InvalidData, from_json, load_json
 from . import frames
 from .frames import Control, Frame, ProtocolError, Window
 
@@ -117,7 +117,7 @@ class Call:
                 payload = load_json(b"".join(frame.body for frame in self.receive()), most=MAX_PAYLOAD)
                 asked = dict(asked, **from_json(payload, Dict[str, Any]))
             return from_json(asked, kind)
-        except Damage as damage:
+        except InvalidData as damage:
             raise AgentError("usage", "the request is not understood: %s" % damage) from None
 
     # --- to the client -------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def _control(head: Dict[str, Any]) -> Tuple[int, str, bool]:
     """A request's stream, its name, and whether parameters follow. Raises ProtocolError."""
     try:
         control = from_json(head, Control)
-    except Damage as damage:
+    except InvalidData as damage:
         raise ProtocolError("a request is not understood: %s" % damage) from None
     return control.id or 0, control.op or "", control.payload
 

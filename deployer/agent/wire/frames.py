@@ -12,7 +12,7 @@ import struct
 import threading
 from typing import Any, BinaryIO, Dict, NamedTuple, Optional
 
-from ..host.typed import Damage, from_json, load_json
+from ..host.typed import InvalidData, from_json, load_json
 
 MAX_FRAME = 64 * 1024
 MAX_BODY = 48 * 1024
@@ -89,7 +89,7 @@ def read_frame(stream: BinaryIO) -> Optional[Frame]:
     try:
         head = load_json(data[:head_size])
         return Frame(head, data[head_size:], from_json(head, Control))
-    except Damage as damage:
+    except InvalidData as damage:
         raise ProtocolError("a frame's head is not understood: %s" % damage) from None
 
 

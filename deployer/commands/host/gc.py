@@ -5,7 +5,7 @@ from __future__ import annotations
 from deployer import terminal
 from deployer.agent.gc.view import GcReport
 from deployer.agent.host.typed import to_json
-from deployer.agent.requests.files.view import Stays
+from deployer.agent.requests.files.view import UnpulledFiles
 from deployer.connection.host import Host
 from deployer.errors import UsageError
 from deployer.printable import cells, shown
@@ -62,7 +62,7 @@ def _show_gc(host: Host, found: GcReport, *, done: bool) -> None:
     terminal.notice(shown(f"{'removed' if done else 'to remove'}: {size if rows else 'nothing'}; {free}"))
 
 
-def _unfetched_line(job_id: str, left: Stays, *, done: bool) -> str:
+def _unfetched_line(job_id: str, left: UnpulledFiles, *, done: bool) -> str:
     """A line on what goes with a job and is nowhere else, as far as the host was told."""
     least = "at least " if left.at_least else ""
     named = ", ".join(name.removeprefix("code/") for name in left.largest)

@@ -9,9 +9,9 @@ from typing import Any
 from deployer import terminal
 from deployer.agent.job.plan import Plan, is_alone
 from deployer.agent.job.status import Status
-from deployer.commands.launch.asked import tell_note
 from deployer.commands.launch.resume import named_env_file, told_no_more, with_whole_ids
 from deployer.commands.launch.run import check_followed, follow_through, with_secrets
+from deployer.commands.launch.spec import tell_note
 from deployer.connection.host import HERE, Host
 from deployer.errors import UnknownJob, UsageError
 from deployer.jobs.registry import JobRecord

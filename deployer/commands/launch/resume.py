@@ -9,8 +9,8 @@ from typing import Any
 
 from deployer.agent.job.plan import Plan, is_alone
 from deployer.agent.job.status import Status
-from deployer.commands.launch.asked import tell_note
 from deployer.commands.launch.run import check_followed, follow_through, with_secrets
+from deployer.commands.launch.spec import tell_note
 from deployer.connection.host import Host
 from deployer.jobs.registry import JobRecord, read_records
 from deployer.launch.start import resume_and_follow

@@ -15,9 +15,9 @@ from deployer.agent.job.plan import Plan, is_alone
 from deployer.agent.job.status import FAILED, LOST, STOPPED, Status
 from deployer.commands.defaults import Defaults
 from deployer.commands.in_words import exit_code_of, group_of, stall_lines
-from deployer.commands.launch.asked import ask_for, choose, places
 from deployer.commands.launch.dry_run import files_line, named_line, show_plan
 from deployer.commands.launch.report import DETACHED, Report
+from deployer.commands.launch.spec import ask_for, choose, places
 from deployer.commands.screen import (
     LAST_LINES,
     Screen,
@@ -39,7 +39,7 @@ from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
 from deployer.plan.env_file import EnvFile
 from deployer.plan.notify import Notify, read_notify, with_urls
-from deployer.plan.options import Asked
+from deployer.plan.options import LaunchSpec
 from deployer.plan.prepare import Prepared, Question, large_files, prepare, unusual_project
 from deployer.printable import shown, shown_lines
 from deployer.project.git import git_state
@@ -73,15 +73,15 @@ def run(
     whom = read_notify(notify)
     check_followed(whom, detach=detach)
     chosen = choose(config, overrides, program, kind, options)
-    asked, chosen, taken = ask_for(chosen, defaults)
-    host = enter(asked.config.target.ssh, asked.config.target.root)
-    asked = with_after(asked, host)
+    spec, chosen, taken = ask_for(chosen, defaults)
+    host = enter(spec.config.target.ssh, spec.config.target.root)
+    spec = with_after(spec, host)
     if dry_run is None:
         check_platform(host)
         host.prefetch()
         _ask(unusual_project(Path.cwd()), yes=chosen.yes, as_json=as_json)
         host.load()
-    prepared = prepare(asked, options=chosen, project=Path.cwd())
+    prepared = prepare(spec, options=chosen, project=Path.cwd())
     plan, payload = with_urls(prepared.plan, prepared.payload, whom.urls)
     if like is not None:
         plan = plan._replace(env_names=tuple(sorted({*plan.env_names, *filter(None, like.names)})))
@@ -110,15 +110,15 @@ def run(
     )
 
 
-def with_after(asked: Asked, host: Host) -> Asked:
+def with_after(spec: LaunchSpec, host: Host) -> LaunchSpec:
     """With whole ids of the jobs that it is to start after, as far as this client knows them."""
-    target = asked.config.target
+    target = spec.config.target
     if not target.after:
-        return asked
+        return spec
     from deployer.jobs.after import whole_ids
 
     known = replace(target, after=whole_ids(target.after, host))
-    return asked._replace(config=replace(asked.config, target=known))
+    return spec._replace(config=replace(spec.config, target=known))
 
 
 def check_platform(host: Host) -> None:
@@ -321,7 +321,7 @@ def _bring_home(report: Report, limit: int | None) -> str:
 
     record = report.record
     try:
-        request = PullRequest(max_bytes=limit, stays=True)
+        request = PullRequest(max_bytes=limit, list_unpulled=True)
         pulled, lacks = bring_home(report.host, record.job_id, target=Path(record.results), request=request)
     except FerryError as error:
         # the job has ended all the same: its own exit code is what the command returns

@@ -20,11 +20,11 @@ from deployer.jobs.requests import End, stop_jobs
 from deployer.jobs.roster import ask_all
 from deployer.printable import shown
 
-Place = tuple[Host, str]
+HostJob = tuple[Host, str]
 """A job: its host, its id."""
 
 
-def stop(places: Sequence[Place], *, grace_s: float | None, force: bool, as_json: bool) -> int:
+def stop(places: Sequence[HostJob], *, grace_s: float | None, force: bool, as_json: bool) -> int:
     """Stops jobs; 0 when nothing of them remains, 1 when something does, an error's code when one was not stopped."""
     if force and grace_s is not None:
         raise UsageError("--force gives no time to save, so --grace has no meaning with it", hint="give one of the two")
@@ -125,7 +125,7 @@ def _processes(count: int | None) -> str:
 def stop_all(hosts: Sequence[Host], *, yes: bool, grace_s: float | None, force: bool, as_json: bool) -> int:
     """Stops every job of these hosts that has not ended; asks before. As `stop` returns, 125 for a host that could not
     be asked."""
-    places: list[Place] = []
+    places: list[HostJob] = []
     unasked = 0
     for host, answer in zip(hosts, ask_all(hosts), strict=True):
         if isinstance(answer, FerryError):
@@ -146,7 +146,7 @@ def stop_all(hosts: Sequence[Host], *, yes: bool, grace_s: float | None, force: 
     return max(stop(places, grace_s=grace_s, force=force, as_json=as_json), unasked)
 
 
-def _ask(places: Sequence[Place], *, as_json: bool) -> None:
+def _ask(places: Sequence[HostJob], *, as_json: bool) -> None:
     for host, job_id in places:
         terminal.notice(shown(f"  {job_id} on {host.name}"))
     number = "this job" if len(places) == 1 else f"these {len(places)} jobs"

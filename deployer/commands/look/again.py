@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from deployer import terminal
-from deployer.agent.host.typed import Damage, load_json
+from deployer.agent.host.typed import InvalidData, load_json
 from deployer.agent.job.plan import Plan, is_trainer
 from deployer.commands.key_options import DEFAULT_ROOT, JOB, LIMITS
 from deployer.commands.look.run_files import Run
@@ -61,7 +61,7 @@ def _options(overrides: Sequence[str]) -> list[str]:
     for override in overrides:
         key, _, text = override.partition("=")
         value: object = None
-        with suppress(Damage):
+        with suppress(InvalidData):
             value = load_json(text.encode("utf-8", "replace"))
         if key not in rows or key in TOLD_APART or value is None or value is False:
             continue

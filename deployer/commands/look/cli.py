@@ -146,7 +146,7 @@ def logs(job_id: str | None, give_up_s: float, **options: Any) -> None:
 
     place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
     host, record = find_host(job_id, **place)
-    wanted = command.Wanted(**options)
+    wanted = command.LogsRequest(**options)
     sys.exit(command.logs(host, id_of(job_id, record), wanted, give_up_s=give_up_s))
 
 
@@ -176,7 +176,7 @@ def plot(runs: tuple[str, ...], **options: Any) -> None:
     from deployer.commands.look import plot as command
 
     place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
-    sys.exit(command.plot(runs, lambda job_id: find_host(job_id, **place), command.Wanted(**options)))
+    sys.exit(command.plot(runs, lambda job_id: find_host(job_id, **place), command.PlotRequest(**options)))
 
 
 @click.command(cls=Command, context_settings=CONTEXT)

@@ -25,7 +25,7 @@ from deployer.printable import shown
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LogsRequest:
     """Which part of a job's log, and how."""
 
     follow: bool | None
@@ -42,7 +42,7 @@ class Wanted:
     as_json: bool = False
 
 
-def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
+def logs(host: Host, job_id: str, wanted: LogsRequest, *, give_up_s: float) -> int:
     """Shows a log; follows it while the job runs unless told otherwise. Returns the exit code."""
     _check_words(wanted)
     found = read_status(host, job_id)
@@ -90,7 +90,7 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     return _end(wanted, job_id, final.state, final.code, code)
 
 
-def _end(wanted: Wanted, job_id: str, state: State | None, code: int | None, exit_code: int) -> int:
+def _end(wanted: LogsRequest, job_id: str, state: State | None, code: int | None, exit_code: int) -> int:
     """The last line for a script; returns the exit code."""
     if wanted.as_json:
         end = {"id": job_id, "state": state, "code": code, "exit_code": exit_code}
@@ -98,7 +98,7 @@ def _end(wanted: Wanted, job_id: str, state: State | None, code: int | None, exi
     return exit_code
 
 
-def _check_words(wanted: Wanted) -> None:
+def _check_words(wanted: LogsRequest) -> None:
     """UsageError for options that do not go together, or a pattern that is none."""
     if wanted.raw and wanted.as_json:
         raise UsageError("--raw gives bytes as they are, --json says whose they are", hint="give one of the two")
@@ -110,7 +110,7 @@ def _check_words(wanted: Wanted) -> None:
         raise UsageError(f"--grep {wanted.grep!r} is no regular expression: {error}") from None
 
 
-def _choose(groups: Sequence[Processes], wanted: Wanted, job_id: str) -> list[Processes]:
+def _choose(groups: Sequence[Processes], wanted: LogsRequest, job_id: str) -> list[Processes]:
     """Those whose log is wanted, each with the ranks that are. UsageError for what this job has not got."""
     roles = sorted({group.role for group in groups})
     if wanted.role is not None and wanted.role not in roles:
@@ -156,7 +156,7 @@ def _spans(numbers: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
 
 
-def _request(wanted: Wanted, chosen: Sequence[Processes], *, live: bool) -> dict[str, Any]:
+def _request(wanted: LogsRequest, chosen: Sequence[Processes], *, live: bool) -> dict[str, Any]:
     part = {"tail": wanted.tail, "since": wanted.since, "grep": wanted.grep, "attempt": wanted.attempt, "live": live}
     role, node = (chosen[0].role, chosen[0].node) if len(chosen) == 1 else (wanted.role, wanted.node)
     rank = chosen[0].ranks[0] if wanted.raw else wanted.rank

@@ -33,7 +33,7 @@ LEAST_HEIGHT, MOST_HEIGHT = 10, 24
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlotRequest:
     """What to draw, and in which form."""
 
     keys: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ Charts = dict[str, dict[str, Points]]
 """By the chart's title, the curves by name."""
 
 
-def plot(words: Sequence[str], find_host: FindHost, wanted: Wanted) -> int:
+def plot(words: Sequence[str], find_host: FindHost, wanted: PlotRequest) -> int:
     """The exit code: that of the first run that could not be drawn, beside those that were."""
     with tempfile.TemporaryDirectory(prefix="torchferry-plot-") as folder:
         drawn, failure = _read_all(words, find_host, Path(folder))
@@ -145,7 +145,7 @@ def _check_keys(keys: Sequence[str], drawn: Sequence[Drawn]) -> None:
             raise UsageError(f"no run has a key {key!r} in its metrics", hint=f"keys: {', '.join(there[:40])}")
 
 
-def _charts(keys: Sequence[str], drawn: Sequence[Drawn], wanted: Wanted) -> tuple[Charts, Scale]:
+def _charts(keys: Sequence[str], drawn: Sequence[Drawn], wanted: PlotRequest) -> tuple[Charts, Scale]:
     """A chart for each key with a curve for each run; the losses of a single run share one."""
     curves: Charts = {}
     for key in keys:
@@ -195,7 +195,7 @@ def _summary(keys: Sequence[str], drawn: Sequence[Drawn]) -> list[tuple[str, str
     return rows
 
 
-def _as_json(drawn: Sequence[Drawn], wanted: Wanted) -> dict[str, object]:
+def _as_json(drawn: Sequence[Drawn], wanted: PlotRequest) -> dict[str, object]:
     """All keys, unless some are named."""
     runs = []
     for one in drawn:

@@ -10,16 +10,16 @@ from pathlib import Path
 from deployer import terminal
 from deployer.agent.host.typed import to_json
 from deployer.agent.job.status import FINAL
-from deployer.agent.requests.files.view import Stays
+from deployer.agent.requests.files.view import UnpulledFiles
 from deployer.commands.screen import ending_in_order
-from deployer.connection.host import Host, Patience
+from deployer.connection.host import Host, ReconnectBackoff
 from deployer.errors import ConnectError, FerryError, LostConnection, NotHome
 from deployer.exit_codes import NOT_HOME
 from deployer.jobs.requests import read_status
 from deployer.printable import shown
 from deployer.pull.choice import ABSENT, BEYOND_LIMIT, DAMAGED, GONE, LINK, LeftOut, PullRequest
-from deployer.pull.landing import CannotWrite
 from deployer.pull.rounds import Pulled, pull
+from deployer.pull.target import CannotWrite
 
 MOST_LINES = 8
 """So many things that are left out are told one by one."""
@@ -46,7 +46,7 @@ def pull_job(
             if every_s is not None:
                 pulled = _watch(host, job_id, target, request, every_s=every_s)
             else:
-                pulled = _pull(host, job_id, target, replace(request, stays=not request.paths))
+                pulled = _pull(host, job_id, target, replace(request, list_unpulled=not request.paths))
     except KeyboardInterrupt:
         terminal.notice(shown(""), shown(f"what has come is kept; go on with: {again}"))
         raise
@@ -91,20 +91,20 @@ def _pull(host: Host, job_id: str, target: Path, request: PullRequest) -> Pulled
 
 def _watch(host: Host, job_id: str, target: Path, request: PullRequest, *, every_s: float) -> Pulled:
     """Pulls until the job has ended, and once more then."""
-    patience = Patience(terminal.notice)
+    backoff = ReconnectBackoff(terminal.notice)
     pulled: Pulled | None = None
     while True:
         try:
             ended = read_status(host, job_id).status.state in FINAL  # asked first: what it wrote last must come too
-            pulled = _pull(host, job_id, target, replace(request, stays=ended and not request.paths))
+            pulled = _pull(host, job_id, target, replace(request, list_unpulled=ended and not request.paths))
             if ended:
                 return pulled
         except (LostConnection, ConnectError) as error:
             if pulled is None:
                 raise
-            patience.wait(error)
+            backoff.wait(error)
         else:
-            patience.progressed()
+            backoff.progressed()
             time.sleep(every_s)
 
 
@@ -124,8 +124,8 @@ def _tell(pulled: Pulled, job_id: str, target: Path, again: str) -> str:
         terminal.notice(shown(f"left out: {len(others) - MOST_LINES} more"))
     if beyond:
         terminal.notice(shown(f"left on the host: {_sum_of(beyond)}; pull them with: {_all_of(pulled, again)}"))
-    if pulled.stays is not None and pulled.stays.files:
-        terminal.notice(shown(_stays_line(pulled.stays, job_id)))
+    if pulled.unpulled is not None and pulled.unpulled.files:
+        terminal.notice(shown(_unpulled_line(pulled.unpulled, job_id)))
     return _lacks(pulled, again)
 
 
@@ -155,21 +155,22 @@ def _sum_of(left: Sequence[LeftOut]) -> str:
     return f"{names}, {terminal.counted(files, 'file')}, {terminal.size(size)}" if files else names
 
 
-def _stays_line(stays: Stays, job_id: str) -> str:
-    least = "at least " if stays.at_least else ""
-    named = ", ".join(name.removeprefix("code/") for name in stays.largest)
-    more = " …" if stays.files > len(stays.largest) else ""
-    paths = " ".join(map(terminal.typed, stays.names))
+def _unpulled_line(unpulled: UnpulledFiles, job_id: str) -> str:
+    least = "at least " if unpulled.at_least else ""
+    named = ", ".join(name.removeprefix("code/") for name in unpulled.largest)
+    more = " …" if unpulled.files > len(unpulled.largest) else ""
+    paths = " ".join(map(terminal.typed, unpulled.names))
     return (
-        f"stays on the host: {least}{terminal.counted(stays.files, 'file')} that the job wrote, "
-        f"{terminal.size(stays.size_bytes)}: {named}{more}; {terminal.invoked_as()} pull {job_id} {paths} pulls them"
+        f"stays on the host: {least}{terminal.counted(unpulled.files, 'file')} that the job wrote, "
+        f"{terminal.size(unpulled.size_bytes)}: {named}{more}; "
+        f"{terminal.invoked_as()} pull {job_id} {paths} pulls them"
     )
 
 
 def _as_json(pulled: Pulled) -> dict[str, object]:
     return {
         **asdict(pulled),
-        "stays": to_json(pulled.stays),
+        "stays": to_json(pulled.unpulled),
         "not_home": left_as_json(pulled.not_home),
     }
 

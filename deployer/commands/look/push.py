@@ -9,7 +9,7 @@ from deployer import terminal
 from deployer.agent.host.typed import to_json
 from deployer.agent.requests.files.view import Pushed
 from deployer.agent.store.tree import LINK, Entry, blobs_of
-from deployer.connection.host import Host, Patience
+from deployer.connection.host import Host, ReconnectBackoff
 from deployer.errors import ConnectError, HostError, LostConnection, UsageError
 from deployer.launch.delta import send_blobs, send_tree
 from deployer.printable import shown
@@ -23,11 +23,11 @@ def push(
 ) -> None:
     """Sends them, again over a new connection where one breaks; what is there already is not sent twice."""
     entries, sources, links = _read(files)
-    patience = Patience(terminal.notice, give_up_after_s=give_up_s)
+    backoff = ReconnectBackoff(terminal.notice, give_up_after_s=give_up_s)
     with terminal.progress(shown("pushed")) as update:
 
         def sent(done: int, total: int) -> None:
-            patience.progressed()
+            backoff.progressed()
             update(done, total)
 
         while True:
@@ -35,7 +35,7 @@ def push(
                 pushed = _push_once(host, job_id, entries, sources, into=into, force=force, sent=sent)
                 break
             except (LostConnection, ConnectError) as error:
-                patience.wait(error)
+                backoff.wait(error)
     if as_json:
         files_there = [f"{into}/{entry.path}" if into else entry.path for entry in entries]
         terminal.say_json({"id": pushed.job_id, **to_json(pushed), "files": files_there, "left_out": links})

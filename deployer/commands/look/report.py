@@ -12,7 +12,7 @@ from typing import NamedTuple
 from deployer import terminal
 from deployer.agent.host.files import open_regular
 from deployer.agent.host.layout import LogName
-from deployer.agent.host.typed import Damage, parse
+from deployer.agent.host.typed import InvalidData, parse
 from deployer.agent.job.status import FAILED, LOST, Status, slot_of
 from deployer.commands.in_words import group_of, state_line
 from deployer.commands.look.again import lines_again
@@ -186,6 +186,6 @@ def _versions(job: Job) -> tuple[tuple[str, str], ...]:
                 data += part
             if len(data) > LOG_BYTES:
                 break
-    with suppress(Damage):
+    with suppress(InvalidData):
         rows += list(parse(data, dict[str, str], most=LOG_BYTES).items())[:30]
     return tuple(rows)

@@ -10,7 +10,7 @@ from pathlib import Path
 from deployer import terminal
 from deployer.agent.host.files import open_regular, read_whole
 from deployer.agent.host.typed import MAX_BYTES as MAX_STATUS
-from deployer.agent.host.typed import Damage, load_json
+from deployer.agent.host.typed import InvalidData, load_json
 from deployer.agent.job.status import FINAL, Status, status_from_json
 from deployer.connection.host import Host
 from deployer.curves.metrics import MAX_BYTES, Metrics, read_metrics
@@ -132,7 +132,7 @@ def is_whole(home: Path, record: JobRecord) -> bool:
 
 def home_status(folder: Path) -> Status | None:
     """The job's status as it was pulled."""
-    with suppress(OSError, Damage):
+    with suppress(OSError, InvalidData):
         return status_from_json(load_json(read_whole(str(folder / "status.json"), MAX_STATUS + 1)))
     return None
 

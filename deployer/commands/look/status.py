@@ -7,7 +7,7 @@ from typing import Any
 
 from deployer import terminal
 from deployer.agent.gpus.queue import queue_line
-from deployer.agent.host.typed import Damage, from_json, load_json, to_json
+from deployer.agent.host.typed import InvalidData, from_json, load_json, to_json
 from deployer.agent.job.status import FINAL, status_to_json
 from deployer.agent.job.views import JobView
 from deployer.commands.in_words import attempt_line, live_state, silence_line, stall_lines, state_line, state_of
@@ -90,6 +90,6 @@ def _show_last_seen(host: Host, job_id: str, error: FerryError, *, as_json: bool
 def _metrics_rows(latest: str | None) -> list[tuple[str, str]]:
     try:
         metrics = from_json(load_json((latest or "{}").encode("utf-8", "surrogatepass")), dict[str, Any])
-    except Damage:
+    except InvalidData:
         return []
     return [(f"last {key}", terminal.number(value)) for key, value in metrics.items() if value is not None][:10]

@@ -20,7 +20,7 @@ from deployer import terminal
 from deployer.agent.job.status import FINAL, State
 from deployer.agent.job.views import JobView
 from deployer.commands.screen import ending_in_order
-from deployer.connection.host import Host, Patience
+from deployer.connection.host import Host, ReconnectBackoff
 from deployer.connection.link import Link
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection, UsageError
 from deployer.forward.tunnel import LOOPBACK, Tunnel, listen
@@ -126,7 +126,7 @@ class _Files:
         self._id = found.job_id
         self._folder = folder
         self._state: State = found.status.state
-        self._patience = Patience(terminal.notice)
+        self._backoff = ReconnectBackoff(terminal.notice)
         self._begun = self._told = False
         self.complete = False
         """The job has ended, and all of them are here."""
@@ -148,9 +148,9 @@ class _Files:
         except (LostConnection, ConnectError) as error:
             if not self._begun:
                 raise
-            self._patience.wait(error)
+            self._backoff.wait(error)
             return
-        self._patience.progressed()
+        self._backoff.progressed()
         self._judge(ended=ended)
         self._begun = True
 

@@ -8,7 +8,7 @@ from copy import deepcopy
 
 from deployer.agent.gpus.view import GpuLoad
 from deployer.agent.host.layout import JOB_ID
-from deployer.agent.host.typed import Damage, to_json
+from deployer.agent.host.typed import InvalidData, to_json
 from deployer.agent.job.status import FINAL
 from deployer.agent.job.views import Glance, GlanceRequest, NewMetrics, Row
 from deployer.connection.host import BACKOFF_S, Host
@@ -69,7 +69,7 @@ class Glancer:
             call = self._link.call(**request)
         found = call.result("glance", Glance)
         if not JOB_ID.match(found.row.id):  # it stands in commands that people copy
-            raise call.link.not_understood(Damage(f"is {found.row.id[:60]!r}", place="glance.row.id"))
+            raise call.link.not_understood(InvalidData(f"is {found.row.id[:60]!r}", place="glance.row.id"))
         self._take(found)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deployer import terminal
-from deployer.agent.host.typed import Damage, from_json, load_json, to_json
+from deployer.agent.host.typed import InvalidData, from_json, load_json, to_json
 from deployer.agent.job.status import FINAL
 from deployer.agent.job.stop import DEFAULT_GRACE_S
 from deployer.commands.options import PULL_MAX
@@ -26,8 +26,8 @@ from deployer.jobs.registry import SeenJob, stamp
 from deployer.jobs.requests import stop_jobs
 from deployer.printable import shown
 from deployer.pull.choice import PullRequest
-from deployer.pull.landing import CannotWrite
 from deployer.pull.rounds import pull
+from deployer.pull.target import CannotWrite
 
 KEY_S = 0.1
 """How soon what has come is drawn; a key is answered at once."""
@@ -60,7 +60,7 @@ def snapshot(entry: Entry) -> None:
 def _record(line: str | None) -> Any:
     try:
         return from_json(load_json((line or "").encode("utf-8", "surrogatepass")), dict[str, Any])
-    except Damage:
+    except InvalidData:
         return None
 
 

@@ -15,7 +15,7 @@ from deployer.agent.doctor import check_gpus, check_host, check_root, run
 from deployer.agent.doctor.check_gpus import GpuFacts, Report
 from deployer.agent.doctor.check_host import Network, Python
 from deployer.agent.doctor.findings import Check, run_check
-from deployer.agent.gc.choose import AGENT, BLOB, ENV, Thing
+from deployer.agent.gc.choose import AGENT, BLOB, ENV, GcObject
 from deployer.agent.gpus.health import Card, parse_report
 from deployer.agent.gpus.nvidia import Gpu, Holder, Limit
 from deployer.agent.gpus.view import Claim
@@ -155,9 +155,9 @@ FINDINGS: dict[str, tuple[Check | None, str, str]] = {
     "lease": (check_root.check_leases(CLAIMS, [Row("a", RUNNING)]), "ok", "held by a of root; 1 in the"),
     "no lease": (check_root.check_leases([], []), "ok", "none"),
     "lease of the dead": (check_root.check_leases(CLAIMS, [Row("a", FAILED)]), "warn", "stop ID"),
-    "leftovers": (check_root.check_garbage([Thing(AGENT, "a", 9, 9.0)]), "ok", "1 agent of another version"),
-    "much left": (check_root.check_garbage([Thing(BLOB, "a", 32 * 10**8, 9.0)]), "warn", "would free 3.2 GB"),
-    "environment left": (check_root.check_garbage([Thing(ENV, n, 0, 9.0) for n in "ab"]), "warn", "2 environments"),
+    "leftovers": (check_root.check_garbage([GcObject(AGENT, "a", 9, 9.0)]), "ok", "1 agent of another version"),
+    "much left": (check_root.check_garbage([GcObject(BLOB, "a", 32 * 10**8, 9.0)]), "warn", "would free 3.2 GB"),
+    "environment left": (check_root.check_garbage([GcObject(ENV, n, 0, 9.0) for n in "ab"]), "warn", "2 environments"),
 }
 
 

@@ -18,11 +18,11 @@ from deployer.agent.gc.choose import (
     PACK,
     SPARE,
     TREE,
+    GcObject,
     Inventory,
     JobItem,
     Policy,
     Removals,
-    Thing,
     choose,
 )
 from tests.support.storing import DAY_S
@@ -33,8 +33,8 @@ def job(name: str, *, ended_s: float | None = 10 * DAY_S, size: int = 10, names:
     return JobItem(name, size, ended_s, names=frozenset(names), **values)
 
 
-def inventory(*jobs: JobItem, things: Any = (), blobs_of: Any = None, names_of: Any = None) -> Inventory:
-    return Inventory(jobs, tuple(things), blobs_of or {}, {}, names_of or {}, None)
+def inventory(*jobs: JobItem, objects: Any = (), blobs_of: Any = None, names_of: Any = None) -> Inventory:
+    return Inventory(jobs, tuple(objects), blobs_of or {}, {}, names_of or {}, None)
 
 
 def gone(inventory: Inventory, **limits: Any) -> list[str]:
@@ -84,23 +84,23 @@ def test_a_job_into_which_the_code_of_a_kept_one_links_stays() -> None:
 
 
 def test_what_no_job_needs_goes_with_the_last_one_that_needed_it() -> None:
-    things = [Thing(kind, f"{kind}{n}", 1, 9 * DAY_S) for kind in (TREE, BLOB, DATA, ENV, AGENT) for n in (1, 2)]
+    objects = [GcObject(kind, f"{kind}{n}", 1, 9 * DAY_S) for kind in (TREE, BLOB, DATA, ENV, AGENT) for n in (1, 2)]
     found = inventory(
         job("a", names={"tree1", "data1", "env1", "agent1"}),
         job("b", ended_s=None, names={"tree2", "data2", "env2", "agent2"}),
-        things=things,
+        objects=objects,
         blobs_of={"tree1": frozenset({"blob1"}), "tree2": frozenset({"blob2"})},
     )
-    assert [thing.name for thing in choose(found, Policy()).things] == ["agent1"]  # an ended job runs no agent
-    assert {t.name for t in choose(found, Policy(keep_jobs=0)).things} == {"tree1", "blob1", "data1", "env1", "agent1"}
+    assert [obj.name for obj in choose(found, Policy()).objects] == ["agent1"]  # an ended job runs no agent
+    assert {t.name for t in choose(found, Policy(keep_jobs=0)).objects} == {"tree1", "blob1", "data1", "env1", "agent1"}
 
 
 def test_what_is_young_or_held_by_a_process_stays() -> None:
-    young = [Thing(kind, kind, 1, age_s - 1) for kind, age_s in MIN_AGE_S.items()]
-    held = [Thing(kind, kind + "2", 1, 99 * DAY_S, in_use=True) for kind in MIN_AGE_S]
-    assert choose(inventory(things=young + held), Policy()).things == ()
-    old = [thing._replace(age_s=MIN_AGE_S[thing.kind]) for thing in young]
-    assert len(choose(inventory(things=old), Policy()).things) == len(MIN_AGE_S)
+    young = [GcObject(kind, kind, 1, age_s - 1) for kind, age_s in MIN_AGE_S.items()]
+    held = [GcObject(kind, kind + "2", 1, 99 * DAY_S, in_use=True) for kind in MIN_AGE_S]
+    assert choose(inventory(objects=young + held), Policy()).objects == ()
+    old = [obj._replace(age_s=MIN_AGE_S[obj.kind]) for obj in young]
+    assert len(choose(inventory(objects=old), Policy()).objects) == len(MIN_AGE_S)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_what_is_young_or_held_by_a_process_stays() -> None:
 def test_caches_go_by_age_and_before_jobs_by_size(
     age_days: int, limits: dict[str, Any], running: bool, goes: bool
 ) -> None:
-    things = [Thing(CACHE, "compile/torch-2", 5, age_days * DAY_S)]
-    found = inventory(job("a", ended_s=None if running else DAY_S), things=things)
+    objects = [GcObject(CACHE, "compile/torch-2", 5, age_days * DAY_S)]
+    found = inventory(job("a", ended_s=None if running else DAY_S), objects=objects)
     chosen = choose(found, Policy(**limits))
-    assert (bool(chosen.things), chosen.jobs) == (goes, ())
+    assert (bool(chosen.objects), chosen.jobs) == (goes, ())
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_caches_go_by_age_and_before_jobs_by_size(
     [({"known": False}, {TREE, BLOB, PACK, DATA, ENV, AGENT}), ({"settled": False}, {ENV, AGENT})],
 )
 def test_while_a_job_s_needs_are_unknown_nothing_goes_that_it_might_need(state: dict[str, Any], stay: set[str]) -> None:
-    things = [Thing(kind, kind, 1, 99 * DAY_S) for kind in (TREE, BLOB, PACK, DATA, ENV, AGENT, SPARE)]
-    found = inventory(job("a", ended_s=None, **state), things=things)
-    assert {thing.kind for thing in things} - {t.kind for t in choose(found, Policy()).things} == stay
+    objects = [GcObject(kind, kind, 1, 99 * DAY_S) for kind in (TREE, BLOB, PACK, DATA, ENV, AGENT, SPARE)]
+    found = inventory(job("a", ended_s=None, **state), objects=objects)
+    assert {obj.kind for obj in objects} - {t.kind for t in choose(found, Policy()).objects} == stay
 
 
 NAMES = [f"{kind}{n}" for kind in (TREE, DATA, ENV, AGENT) for n in range(4)]
@@ -157,12 +157,12 @@ def inventories(draw: Any) -> Inventory:
         for name in draw(st.sets(st.sampled_from(IDS)))
     )
     names = [*NAMES, *BLOBS, *PACKS, *CACHES, "spare0"]
-    things = tuple(Thing(name[:-1], name, 5, draw(AGES), draw(st.booleans())) for name in names)
+    objects = tuple(GcObject(name[:-1], name, 5, draw(AGES), draw(st.booleans())) for name in names)
     trees = [name for name in NAMES if name.startswith(TREE)]
     blobs = {tree: draw(st.frozensets(st.sampled_from(BLOBS))) for tree in trees}
     links = {tree: draw(st.frozensets(st.sampled_from(IDS), max_size=1)) for tree in trees}
     packed = {pack: draw(st.frozensets(st.sampled_from(BLOBS))) for pack in PACKS}
-    return Inventory(jobs, things, blobs, packed, links, draw(st.none() | st.sampled_from(trees)))
+    return Inventory(jobs, objects, blobs, packed, links, draw(st.none() | st.sampled_from(trees)))
 
 
 POLICIES = st.builds(
@@ -174,7 +174,7 @@ POLICIES = st.builds(
 @given(inventories(), POLICIES)
 def test_nothing_goes_that_a_kept_job_needs(found: Inventory, policy: Policy) -> None:
     removed = choose(found, policy)
-    ids, names = {j.id for j in removed.jobs}, {t.name for t in removed.things}
+    ids, names = {j.id for j in removed.jobs}, {t.name for t in removed.objects}
     assert all(j.ended_s is not None and not j.foreign for j in removed.jobs)
     for kept in (j for j in found.jobs if j.id not in ids):
         trees = {name for name in kept.names if name.startswith(TREE)}
@@ -185,15 +185,15 @@ def test_nothing_goes_that_a_kept_job_needs(found: Inventory, policy: Policy) ->
         assert not ((kept.names | blobs) - agents) & names
     if any(job.ended_s is None for job in found.jobs):
         assert not names.intersection(CACHES)
-    left = {t.name for t in found.things if t.kind == TREE} - names
+    left = {t.name for t in found.objects if t.kind == TREE} - names
     whole = {blob for tree in left for blob in found.blobs_of[tree]}
     assert not whole & names  # a tree that is left is whole
     assert not any(found.packed[pack] & whole for pack in names.intersection(PACKS))
-    assert choose(_without(found, removed), policy).things == ()  # and once more finds nothing
+    assert choose(_without(found, removed), policy).objects == ()  # and once more finds nothing
 
 
 def _without(found: Inventory, removed: Removals) -> Inventory:
     return found._replace(
         jobs=tuple(j for j in found.jobs if j not in removed.jobs),
-        things=tuple(t for t in found.things if t not in removed.things),
+        objects=tuple(t for t in found.objects if t not in removed.objects),
     )

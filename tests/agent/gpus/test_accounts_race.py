@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from deployer.agent.gpus.claim import claim_gpus
-from deployer.agent.gpus.view import Wanted
+from deployer.agent.gpus.view import GpuRequest
 from deployer.agent.host.errors import AgentError
 from tests.support.accounts import ROOT_ONLY, begin_as, staying
 from tests.support.smi import fake_smi
@@ -53,7 +53,7 @@ def take_over_and_over(referee: Path, job: str) -> dict[str, int]:
     while time.monotonic() < until:
         gpu = draw.choice("01")
         try:
-            held = claim_gpus(Wanted(job, (gpu,)), dict(os.environ))
+            held = claim_gpus(GpuRequest(job, (gpu,)), dict(os.environ))
         except AgentError as error:
             answers[error.message] = answers.get(error.message, 0) + 1
             continue

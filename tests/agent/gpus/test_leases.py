@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from deployer.agent.gpus.claim import JobGpus, claim_gpus
-from deployer.agent.gpus.leases import Held, claiming, parse_claim, read_claims
-from deployer.agent.gpus.view import LEASE, TICKET, Claim, Wanted
+from deployer.agent.gpus.leases import HeldClaim, claiming, parse_claim, read_claims
+from deployer.agent.gpus.view import LEASE, TICKET, Claim, GpuRequest
 from deployer.agent.host.errors import AgentError
 from tests.support.accounts import ROOT_ONLY, as_account
 from tests.support.ferry import Ferry
@@ -42,7 +42,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield path
 
 
-def hold(job: str = "j1", *devices: str) -> Held:
+def hold(job: str = "j1", *devices: str) -> HeldClaim:
     with claiming() as claims:
         return claims.hold(Claim(LEASE, job, devices or ("GPU-0",)))
 
@@ -55,7 +55,7 @@ def as_nobody(ask: Callable[[], Any]) -> Any:
     return as_account(NOBODY, ask)
 
 
-def sleeper(held: Held) -> subprocess.Popen[bytes]:
+def sleeper(held: HeldClaim) -> subprocess.Popen[bytes]:
     """A process that has the claim for its stdin, as a rank has."""
     return subprocess.Popen(["sleep", "600"], stdin=held.fd)
 
@@ -77,7 +77,7 @@ def test_claim_whose_file_somebody_has_written_into_is_written_again(folder: Pat
     held = hold("j")
     (claim,), (name,) = read_claims(), folder.iterdir()
     for words in ("", "[" * 9000, name.read_text().replace("GPU-0", "GPU-1")):
-        gpus = JobGpus(Wanted("j", ("0",)), {}, held.handed())
+        gpus = JobGpus(GpuRequest("j", ("0",)), {}, held.to_inherit())
         name.write_text(words)
         assert read_claims() != [claim]
         gpus.keep()
@@ -87,18 +87,18 @@ def test_claim_whose_file_somebody_has_written_into_is_written_again(folder: Pat
 
 def test_next_supervisor_leaves_gpus_alone_that_another_job_has_by_now(folder: Path) -> None:
     ranks = hold("j")
-    adopted = JobGpus(Wanted("j", ("0",)), {}, None)
+    adopted = JobGpus(GpuRequest("j", ("0",)), {}, None)
     adopted.hold_again(["GPU-0"], "0")
     assert (jobs_seen(), adopted.devices, adopted.given_to) == (["j", "j"], ("GPU-0",), "")
     adopted.release()
     ranks.release()
     other = hold("k", "GPU-0", "GPU-1")
-    late = JobGpus(Wanted("j", ("0",)), {}, None)
+    late = JobGpus(GpuRequest("j", ("0",)), {}, None)
     late.hold_again(["GPU-0"], "0")
     assert (jobs_seen(), late.devices, late.given_to) == (["k"], (), "k")
     late.keep()
     assert jobs_seen() == ["k"]
-    beside = JobGpus(Wanted("j", ("0",), allow_busy=True), {}, None)
+    beside = JobGpus(GpuRequest("j", ("0",), allow_busy=True), {}, None)
     beside.hold_again(["GPU-0"], "0")
     assert (jobs_seen(), beside.given_to) == (["j", "k"], "")
     beside.release()
@@ -160,7 +160,7 @@ def test_gpu_of_another_user_is_refused_by_name_and_free_when_their_last_process
     folder: Path, tmp_path: Path
 ) -> None:
     env = fake_smi(tmp_path, gpus="0, GPU-0, Fake H100, 81559, 4\n")
-    plan = Wanted("ours", ("0",))
+    plan = GpuRequest("ours", ("0",))
 
     def take() -> int:
         return sleeper(hold("theirs", "GPU-0")).pid

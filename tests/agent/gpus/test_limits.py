@@ -8,7 +8,7 @@ import pytest
 
 from deployer.agent.gpus import claim, leases, nvidia
 from deployer.agent.gpus.queue import grant
-from deployer.agent.gpus.view import LEASE, TICKET, Claim, Wanted
+from deployer.agent.gpus.view import LEASE, TICKET, Claim, GpuRequest
 from deployer.agent.host.errors import AgentError
 from tests.support.smi import fake_smi
 
@@ -82,7 +82,7 @@ def test_limit_is_read_as_cuda_reads_it(host: dict[str, str], limit: str | None,
 def test_job_gets_gpus_within_the_limit(
     host: dict[str, str], limit: str | None, gpus: tuple[str, ...], visible: str, allow_busy: bool
 ) -> None:
-    wanted, env = Wanted("j1", gpus, allow_busy=allow_busy), limited(host, limit)
+    wanted, env = GpuRequest("j1", gpus, allow_busy=allow_busy), limited(host, limit)
     assert claim.would_get(wanted, env) == visible
     with claim.claimed(wanted, env) as held:
         assert held.visible == visible
@@ -106,21 +106,21 @@ def test_what_the_limit_leaves_out_is_refused_with_both_sets(
     host: dict[str, str], limit: str, gpus: tuple[str, ...], message: str, queue: bool
 ) -> None:
     with pytest.raises(AgentError, match=message):
-        claim.claim_gpus(Wanted("j1", gpus, queue=queue), limited(host, limit))
+        claim.claim_gpus(GpuRequest("j1", gpus, queue=queue), limited(host, limit))
 
 
 def test_queued_job_waits_for_gpus_of_its_limit_alone(host: dict[str, str]) -> None:
     env = limited(host, "4,5")
-    with claim.claimed(Wanted("first", ("4",)), env):
-        held = claim.claim_gpus(Wanted("second", ("auto:2",), queue=True), env)
+    with claim.claimed(GpuRequest("first", ("4",)), env):
+        held = claim.claim_gpus(GpuRequest("second", ("auto:2",), queue=True), env)
         try:
             assert (held.claim.kind, held.claim.devices, held.claim.auto) == (TICKET, ("GPU-0004", "GPU-0005"), 2)
             [ticket] = [found for found in leases.read_claims() if found.kind == TICKET]
             assert ticket.devices == held.claim.devices
-            with claim.claimed(Wanted("beside", ("6",)), host) as other:  # outside of what it waits for
+            with claim.claimed(GpuRequest("beside", ("6",)), host) as other:  # outside of what it waits for
                 assert other.visible == "6"
             with pytest.raises(AgentError, match="before it in the queue for GPU 5: job second"):
-                claim.claim_gpus(Wanted("third", ("5",)), host)
+                claim.claim_gpus(GpuRequest("third", ("5",)), host)
         finally:
             held.release(ended=True)
 
@@ -140,8 +140,8 @@ LOST = EIGHT.splitlines()[0] + "\n1, GPU-0001, NVIDIA H100, [GPU is lost], [GPU 
 def test_card_that_is_lost_is_never_taken_and_hides_no_other(tmp_path: Path, then: str, host: dict[str, str]) -> None:
     env = fake_smi(tmp_path, gpus=LOST, then=then)
     assert [gpu.fault for gpu in nvidia.list_gpus(env)] == ["", "[GPU is lost]", ""]
-    assert claim.would_get(Wanted("j", ("auto:2",)), env) == "0,2"
+    assert claim.would_get(GpuRequest("j", ("auto:2",)), env) == "0,2"
     with pytest.raises(AgentError, match=r"GPU 1 of host \S+ does not answer: \[GPU is lost\]"):
-        claim.claim_gpus(Wanted("j", ("1",)), env)
+        claim.claim_gpus(GpuRequest("j", ("1",)), env)
     with pytest.raises(AgentError, match=r"has 3 GPUs, GPU 1 does not answer, fewer than auto:3 asks for"):
-        claim.claim_gpus(Wanted("j", ("auto:3",)), env)
+        claim.claim_gpus(GpuRequest("j", ("auto:3",)), env)

@@ -24,7 +24,7 @@ from deployer.agent.gpus.claim import JobGpus, claim_gpus
 from deployer.agent.gpus.leases import MAX_NUMBER, claiming, read_claims
 from deployer.agent.gpus.places import MAX_OF_ONE, exposed, opened
 from deployer.agent.gpus.queue import queue_of
-from deployer.agent.gpus.view import LEASE, TICKET, Claim, Wanted
+from deployer.agent.gpus.view import LEASE, TICKET, Claim, GpuRequest
 from deployer.agent.host.errors import AgentError
 from tests.support.accounts import ROOT_ONLY, as_account, staying
 from tests.support.jobs import wait_for
@@ -85,7 +85,7 @@ def hold(job: str = "j1", kind: str = LEASE, number: int = 0) -> str:
 def ask(job: str = "asks") -> str:
     """What a launch for the GPU says: the job that it would hold it for, or why not."""
     try:
-        held = claim_gpus(Wanted(job, ("0",)), dict(os.environ))
+        held = claim_gpus(GpuRequest(job, ("0",)), dict(os.environ))
     except AgentError as error:
         return f"{error.message} | {error.hint}"
     held.release()
@@ -116,8 +116,8 @@ def lock(path: Path, how: int = fcntl.LOCK_EX) -> None:
 
 def supervise(job: str) -> None:
     """Holds the GPU as a job's supervisor does."""
-    plan = Wanted(job, ("0",))
-    KEPT.append(JobGpus(plan, dict(os.environ), claim_gpus(plan, dict(os.environ)).handed()))
+    plan = GpuRequest(job, ("0",))
+    KEPT.append(JobGpus(plan, dict(os.environ), claim_gpus(plan, dict(os.environ)).to_inherit()))
 
 
 def keep() -> None:
@@ -301,7 +301,7 @@ def test_forged_first_place_in_the_queue_is_seen_and_ends_with_its_process(lease
 
 def test_forged_last_number_leaves_the_order_of_those_after_it(leases: Path) -> None:
     def wait(job: str) -> str:
-        plan = Wanted(job, ("0",), queue=True)
+        plan = GpuRequest(job, ("0",), queue=True)
         KEPT.append(claim_gpus(plan, dict(os.environ)))
         return KEPT[-1].claim.kind
 

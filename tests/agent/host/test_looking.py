@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from deployer.agent.host.layout import RUN_DIR_ENV, Root
-from deployer.agent.host.marks import Look
+from deployer.agent.host.marks import ProcessSnapshot
 from tests.support.jobs import wait_for
 
 FORKS = """
@@ -23,13 +23,13 @@ time.sleep(1000)
 def test_child_of_a_process_that_ended_before_it_was_read_is_found(tmp_path: Path) -> None:
     job = Root(str(tmp_path)).job("j")
     Path(job.path).mkdir(parents=True)
-    look = Look()  # which has seen neither the program nor what it starts
+    snapshot = ProcessSnapshot()  # which has seen neither the program nor what it starts
     env = {**os.environ, RUN_DIR_ENV: os.path.realpath(job.path)}
     program = subprocess.Popen([sys.executable, "-c", FORKS], env=env)
     os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)  # a zombie from now on
-    (child,) = found = look.of(job).others
+    (child,) = found = snapshot.of(job).others
     assert child.pid != program.pid
     os.kill(child.pid, signal.SIGKILL)
     program.wait()
-    wait_for(lambda: Look().of(job).all == [])
+    wait_for(lambda: ProcessSnapshot().of(job).all == [])
     assert found

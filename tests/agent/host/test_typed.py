@@ -1,4 +1,4 @@
-"""Values at the edges: of their type, or a Damage that says which one is not."""
+"""Values at the edges: of their type, or an InvalidData that says which one is not."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployer.agent.host.typed import MAX_INT, Damage, from_json, parse, read_typed, to_json
+from deployer.agent.host.typed import MAX_INT, InvalidData, from_json, parse, read_typed, to_json
 from tests.agent.typed_values import values_of
 
 
@@ -71,13 +71,13 @@ def test_a_missing_key_takes_its_default_and_so_does_null() -> None:
     ],
 )
 def test_a_wrong_value_is_named_with_what_was_expected(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(Damage) as damage:
+    with pytest.raises(InvalidData) as damage:
         from_json({**GOOD, **changes}, Outer)
     assert str(damage.value) == words
 
 
 def test_a_strict_reader_refuses_an_unknown_key_at_any_depth() -> None:
-    with pytest.raises(Damage, match=r"inner\.more is not known here"):
+    with pytest.raises(InvalidData, match=r"inner\.more is not known here"):
         from_json({**GOOD, "inner": {"word": "a", "more": 1}}, Outer, strict=True)
 
 
@@ -90,19 +90,19 @@ def test_a_strict_reader_refuses_an_unknown_key_at_any_depth() -> None:
 def test_any_json_is_a_value_or_a_damage(value: Any) -> None:
     try:
         assert isinstance(parse(json.dumps(value).encode(), Outer), Outer)
-    except Damage as damage:
+    except InvalidData as damage:
         assert str(damage)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[" * 100_000, b'{"name": ' + b"[" * 900 + b"]" * 900 + b"}"])
 def test_bytes_that_are_no_value_are_a_damage(data: bytes) -> None:
-    with pytest.raises(Damage):
+    with pytest.raises(InvalidData):
         parse(data, Outer)
 
 
 def test_what_is_too_large_is_not_read(tmp_path: Any) -> None:
     (tmp_path / "big").write_bytes(b'{"name": "' + b"x" * 100 + b'"}')
-    with pytest.raises(Damage, match="101 bytes long, not at most 100"):
+    with pytest.raises(InvalidData, match="101 bytes long, not at most 100"):
         read_typed(str(tmp_path / "big"), Named, most=100)
 
 
@@ -110,7 +110,7 @@ def test_what_has_no_type_may_not_be_deep() -> None:
     deep: Any = 1
     for _ in range(40):
         deep = [deep]
-    with pytest.raises(Damage, match="nested more than 32 deep"):
+    with pytest.raises(InvalidData, match="nested more than 32 deep"):
         from_json(deep, Any)
 
 

@@ -10,49 +10,58 @@ from typing import Any
 import pytest
 
 from deployer.agent.gpus.health import read_xids
-from deployer.agent.job.causes import Death, find_causes, named_files
+from deployer.agent.job.causes import FailureContext, find_causes, named_files
+from deployer.agent.job.host_resources import (
+    FileSystemUsage,
+    Gpus,
+    HostResources,
+    Limits,
+    MemoryUsage,
+    in_time,
+    read_file_systems,
+    read_gpus,
+)
 from deployer.agent.job.missing import explain_here, find_missing
 from deployer.agent.job.status import Missing
-from deployer.agent.job.vitals import Gpus, Limits, Memory, Room, Vitals, in_time, read_gpus, read_rooms
 from tests.support.smi import fake_smi
 from tests.support.storing import disk
 
 GIB = 1 << 30
-JOB = Room("/r/jobs/j", ("the job folder",), 9 * GIB, 1000)
-SHM = Room("/dev/shm", ("/dev/shm",), GIB, None)
+JOB = FileSystemUsage("/r/jobs/j", ("the job folder",), 9 * GIB, 1000)
+SHM = FileSystemUsage("/dev/shm", ("/dev/shm",), GIB, None)
 LIMITS = Limits(open_files=1024, processes=4000, group_memory=2 * 10**9, group_processes=512, group_used=20)
-START = Vitals((JOB, SHM), LIMITS, Memory(16 * 10**9, 8 * 10**9))
+START = HostResources((JOB, SHM), LIMITS, MemoryUsage(16 * 10**9, 8 * 10**9))
 
 
-def told(words: str = "", now: Vitals = START, start: Vitals | None = START, **more: Any) -> list[str]:
-    return [cause.line for cause in find_causes(Death(words, now, start, **more))]
+def told(words: str = "", now: HostResources = START, start: HostResources | None = START, **more: Any) -> list[str]:
+    return [cause.line for cause in find_causes(FailureContext(words, now, start, **more))]
 
 
-def rooms(job: Room = JOB, shm: Room = SHM) -> Vitals:
-    return START._replace(rooms=(job, shm))
+def file_systems(job: FileSystemUsage = JOB, shm: FileSystemUsage = SHM) -> HostResources:
+    return START._replace(file_systems=(job, shm))
 
 
 FULL = JOB._replace(free_bytes=0)
 CASES = {
     "nothing was said, nothing has changed": (told(), []),
     "a full disk alone": (
-        told(now=rooms(FULL)),
+        told(now=file_systems(FULL)),
         ["the file system of the job folder (/r/jobs/j) had 0 bytes free when it ended"],
     ),
     "a full disk that the job speaks of": (
-        told("OSError: [Errno 28] No space left on device", now=rooms(FULL)),
+        told("OSError: [Errno 28] No space left on device", now=file_systems(FULL)),
         [
             '"[Errno 28] No space left on device": '
             "the file system of the job folder (/r/jobs/j) had 0 bytes free when it ended"
         ],
     ),
-    "full from the start, and nothing is said of it": (told(now=rooms(FULL), start=rooms(FULL)), []),
+    "full from the start, and nothing is said of it": (told(now=file_systems(FULL), start=file_systems(FULL)), []),
     "full while it ran": (
-        told(now=rooms(JOB._replace(least_bytes=4096))),
+        told(now=file_systems(JOB._replace(least_bytes=4096))),
         ["the file system of the job folder (/r/jobs/j) had only 4.1 kB free while it ran (9.7 GB when it had ended)"],
     ),
     "inodes": (
-        told(now=rooms(JOB._replace(inodes_free=0))),
+        told(now=file_systems(JOB._replace(inodes_free=0))),
         ["the file system of the job folder (/r/jobs/j) had no inode free when it ended (9.7 GB of space)"],
     ),
     "words without a full disk": (
@@ -63,7 +72,7 @@ CASES = {
         ],
     ),
     "shared memory": (
-        told(now=rooms(shm=SHM._replace(free_bytes=0)), signal=signal.SIGBUS),
+        told(now=file_systems(shm=SHM._replace(free_bytes=0)), signal=signal.SIGBUS),
         ["the file system of /dev/shm had 0 bytes free when it ended"],
     ),
     "quota": (
@@ -71,7 +80,7 @@ CASES = {
         ['"Disk quota exceeded" in its last lines: the disk refused a write or a read'],
     ),
     "read-only": (
-        told(now=rooms(JOB._replace(read_only=True))),
+        told(now=file_systems(JOB._replace(read_only=True))),
         ["the file system of the job folder (/r/jobs/j) became read-only while it ran"],
     ),
     "open files": (
@@ -118,8 +127,8 @@ def test_path_that_a_refusal_names_is_looked_at(tmp_path: Path) -> None:
     assert named_files(words) == ("/scratch/a b/x",)
     with disk(tmp_path / "small", "size=64k") as small:
         (small / "full").write_bytes(bytes(64 << 10))
-        found = read_rooms({str(tmp_path): "the job folder", f"{small}/no/x": str(small)})
-    assert [(room.uses, room.free_bytes > 0) for room in found] == [(("the job folder",), True), ((str(small),), False)]
+        found = read_file_systems({str(tmp_path): "the job folder", f"{small}/no/x": str(small)})
+    assert [(fs.uses, fs.free_bytes > 0) for fs in found] == [(("the job folder",), True), ((str(small),), False)]
 
 
 def test_what_never_answers_is_not_waited_for() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployer.agent.host.typed import Damage, from_json, to_json
+from deployer.agent.host.typed import InvalidData, from_json, to_json
 from deployer.agent.job.plan import Devices, Plan, Role, Slot, fill, groups_of, parse_plan
 from deployer.agent.python.spec import PythonSpec
 from tests.agent.typed_values import values_of
@@ -53,19 +53,19 @@ def test_a_plan_of_today_is_read_as_it_was_sent() -> None:
     ],
 )
 def test_what_is_not_known_is_refused_with_its_name_and_both_versions(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(Damage, match=words):
+    with pytest.raises(InvalidData, match=words):
         parse_plan(plan_of(**changes))
 
 
 def test_an_unknown_role_and_a_field_of_a_role_are_refused() -> None:
     (role,) = plan_of()["roles"]
     with pytest.raises(
-        Damage, match=r"roles\[0\].name is 'server', not one of trainer, program; this .* versions 1 and 2"
+        InvalidData, match=r"roles\[0\].name is 'server', not one of trainer, program; this .* versions 1 and 2"
     ):
         parse_plan(plan_of(roles=[{**role, "name": "server"}]))
-    with pytest.raises(Damage, match=r"roles\[0\].port is not known here"):
+    with pytest.raises(InvalidData, match=r"roles\[0\].port is not known here"):
         parse_plan(plan_of(roles=[{**role, "port": 80}]))
-    with pytest.raises(Damage, match="is for program on 1 nodes, trainer on 2 nodes"):
+    with pytest.raises(InvalidData, match="is for program on 1 nodes, trainer on 2 nodes"):
         parse_plan(plan_of(roles=[role, {**role, "name": "trainer", "nodes": [{"kind": "cpu"}] * 2}]))
 
 
@@ -78,7 +78,7 @@ def test_any_value_in_a_plan_is_read_or_is_damage(value: Any) -> None:
     for name in plan_of():
         try:
             parse_plan(plan_of(**{name: value}))
-        except Damage as damage:
+        except InvalidData as damage:
             assert "this Torchferry knows versions" in str(damage) or name == "version"
 
 
@@ -142,7 +142,7 @@ def test_what_the_user_had_asked_for_is_read_from_a_plan_of_version_1() -> None:
     ],
 )
 def test_a_plan_of_version_1_that_fits_its_types_and_is_none_is_damage(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(Damage, match=words):
+    with pytest.raises(InvalidData, match=words):
         parse_plan({**old_plan("failed"), **changes})
 
 
@@ -150,7 +150,7 @@ def test_a_policy_is_optional_in_a_plan_of_version_1() -> None:
     old = old_plan("failed")
     del old["policy"]
     assert parse_plan(old).roles[0].max_restarts == 0
-    with pytest.raises(Damage, match="kind is 'server'"):
+    with pytest.raises(InvalidData, match="kind is 'server'"):
         parse_plan({**old, "kind": "server"})
 
 
@@ -167,7 +167,7 @@ def test_a_plan_of_version_1_that_nobody_wrote_is_damage_or_read(
 ) -> None:
     damaged = {**old_plan(name), **changes}
     if words:
-        with pytest.raises(Damage, match=words):
+        with pytest.raises(InvalidData, match=words):
             parse_plan(damaged)
     else:  # as it stands there: the rules of the config say what is wrong, once somebody resumes it
         assert "9" * 5000 in parse_plan(damaged).request.overrides[1]

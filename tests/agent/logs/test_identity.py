@@ -12,8 +12,8 @@ from typing import BinaryIO
 import pytest
 
 from deployer.agent.host.layout import Job
-from deployer.agent.job.progress import output_mark
-from deployer.agent.logs.identity import Mark
+from deployer.agent.job.progress import output_fingerprint
+from deployer.agent.logs.identity import LogMark
 from deployer.agent.logs.read import Chosen, LogReader, last_lines, log_names, log_path, tail_offsets
 
 LINE = b"a line of some length\n"
@@ -171,14 +171,14 @@ def test_file_that_was_swapped_between_two_connections_is_another_one(job: Job) 
 def test_renamed_log_is_found_by_who_looks_later_and_a_removed_one_is_missed_in_words(job: Job) -> None:
     log = Written(job)
     log.say(b"one", b"two")
-    moved, before = log.moved(), output_mark(job, 1)
+    moved, before = log.moved(), output_fingerprint(job, 1)
     names = log_names(job, 1)
     assert [name.text for name in names] == ["rank_0.log"] and log_path(job, names[0]) == str(moved)
     assert last_lines(job, Chosen(ranks={0}), 1) == b"two\n" and tail_offsets(job, 1) == {"rank_0.log": 4}
     reader = LogReader(job)
     reader.stop_here()
     log.say(b"later")
-    assert output_mark(job, 1) != before, "its job would count as stalled"
+    assert output_fingerprint(job, 1) != before, "its job would count as stalled"
     assert [chunk.data for chunk in reader.poll()] == [BEFORE]
     assert [change.what for change in reader.changes] == ["renamed"]
     log.file.close()
@@ -193,7 +193,7 @@ def test_file_system_that_numbers_its_files_anew_shows_nothing_twice(job: Job) -
     log, client = Written(job), Client(job)
     log.say(b"one", b"two")
     client.look()
-    client.marks = {name: Mark.parse(mark)._replace(inode=1).text for name, mark in client.marks.items()}
+    client.marks = {name: LogMark.parse(mark)._replace(inode=1).text for name, mark in client.marks.items()}
     client.connect_again()
     log.say(b"three")
     client.look()
@@ -202,4 +202,4 @@ def test_file_system_that_numbers_its_files_anew_shows_nothing_twice(job: Job) -
 
 @pytest.mark.parametrize("text", ["", "x", "1:zz", "-", ":", "9" * 5000, "1:" + "00" * 99])
 def test_mark_that_is_none_tells_nothing_wrong(text: str) -> None:
-    assert len(Mark.parse(text).tail) <= 16
+    assert len(LogMark.parse(text).tail) <= 16

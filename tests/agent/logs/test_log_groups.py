@@ -226,10 +226,10 @@ def test_last_lines_are_of_the_rank_the_launcher_or_the_preparation_of_a_group(j
 
 def test_output_of_any_group_counts_as_progress(job):
     assert [Path(path).relative_to(job.logs(1)).as_posix() for path in progress.rank_logs(job, 1)] == EVERY[4:]
-    before = progress.output_mark(job, 1)
-    assert progress.output_mark(job, 1) == before
+    before = progress.output_fingerprint(job, 1)
+    assert progress.output_fingerprint(job, 1) == before
     write(job, "server/node1/rank_10.log", b"new")
-    assert progress.output_mark(job, 1) != before
+    assert progress.output_fingerprint(job, 1) != before
 
 
 def test_each_folder_keeps_its_own_index_and_limit(job):

@@ -11,7 +11,7 @@ import pytest
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Root
 from deployer.agent.store.content import Store
-from deployer.agent.store.intake import PACK_FROM, SMALL_BYTES, Intake, Planter
+from deployer.agent.store.intake import PACK_FROM, SMALL_BYTES, Intake, TreeWriter
 from deployer.agent.store.tree import FILE, Entry, content_hash
 
 
@@ -29,9 +29,9 @@ def tree_of(blobs: Sequence[bytes]) -> list[Entry]:
     return [Entry(f"d{n % 3}/f{n}", FILE, len(data), content_hash(data)) for n, data in enumerate(blobs)]
 
 
-def take(store: Store, blobs: Sequence[bytes], *, cut: int = 1000, planter: Planter | None = None) -> bool:
+def take(store: Store, blobs: Sequence[bytes], *, cut: int = 1000, tree_writer: TreeWriter | None = None) -> bool:
     names = [(content_hash(data), len(data)) for data in blobs]
-    intake = Intake(store, names, {name for name, _ in names}, planter)
+    intake = Intake(store, names, {name for name, _ in names}, tree_writer)
     stream = b"".join(blobs)
     for start in range(0, len(stream), cut):
         intake.feed(stream[start : start + cut])
@@ -99,7 +99,7 @@ def test_damaged_pack_is_dropped_and_its_blobs_asked_for_again(store, tmp_path):
 def test_other_bytes_than_announced_leave_nothing(store, count):
     blobs = [*some(count), b"announced"]
     names = [(content_hash(data), len(data)) for data in blobs]
-    intake = Intake(store, names, {name for name, _ in names}, Planter(store, tree_of(blobs)))
+    intake = Intake(store, names, {name for name, _ in names}, TreeWriter(store, tree_of(blobs)))
     with pytest.raises(AgentError, match="not the 9 bytes announced") as caught:
         intake.feed(b"".join([*blobs[:-1], b"different"]))
     intake.abort()
@@ -127,8 +127,8 @@ def test_blobs_that_are_here_are_passed_over(store):
 
 def test_planted_tree_has_every_path_of_a_blob(store):
     entries = [*tree_of(some(PACK_FROM)), Entry("again", "x", 301, tree_of(some(PACK_FROM))[0].hash)]
-    planter = Planter(store, entries)
-    take(store, some(PACK_FROM), planter=planter)
-    arrived = planter.harvest()
+    tree_writer = TreeWriter(store, entries)
+    take(store, some(PACK_FROM), tree_writer=tree_writer)
+    arrived = tree_writer.finish()
     assert sorted(arrived.entries) == sorted(entries)
     assert (Path(arrived.folder) / "tree/again").read_bytes() == some(PACK_FROM)[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.gpus.view import SHARED, Claim, Handed
+from deployer.agent.gpus.view import SHARED, Claim, InheritedClaim
 from deployer.agent.host.layout import GROUP_ENV, Job
 from deployer.agent.host.marks import job_processes
 from deployer.agent.host.processes import process_of
@@ -269,7 +269,7 @@ def test_each_group_sees_its_share_of_the_one_claim(shares: Any, wanted: Any, vi
 
 def test_processes_of_a_group_see_its_share_of_the_gpus(tmp_path: Path) -> None:
     plan = on_gpus(("3",), ("1", "0"))
-    held = Handed(Claim(SHARED, "groups", ("GPU-3", "GPU-1", "GPU-0")), "3,1,0")
+    held = InheritedClaim(Claim(SHARED, "groups", ("GPU-3", "GPU-1", "GPU-0")), "3,1,0")
     job = begin(tmp_path, plan, held=held)
     for node, share in enumerate(["3", "1,0"]):
         said(job, f"up in program/node{node}\n{share}\n", f"program/node{node}/rank_0.log")

@@ -149,7 +149,7 @@ def test_reason_of_a_rank_that_the_kernel_killed_says_so_and_what_to_do() -> Non
     found = ending.decide_ending(ending.Evidence(ranks, [ending.GroupEnd(2, launcher_code=1)]))
     assert found is not None
     assert found.reason == "rank 1 was killed by SIGKILL (often the host ran out of memory)"
-    memory = ending.Memory(cgroups.OomWatch.REASON, cgroups.OomWatch.HINT)
+    memory = ending.OomKill(cgroups.OomWatch.REASON, cgroups.OomWatch.HINT)
     told = ending.with_oom(found, memory)
     assert told.reason == "rank 1 was killed by SIGKILL; the kernel ended it: out of memory"
     assert "memory limit" in told.hint
@@ -158,7 +158,7 @@ def test_reason_of_a_rank_that_the_kernel_killed_says_so_and_what_to_do() -> Non
 @pytest.mark.parametrize(("code", "signum"), [(7, None), (143, 15)])
 def test_other_ends_are_not_taken_for_the_kernels(code: int, signum: int | None) -> None:
     found = ending.Ending("failed", code, "rank 0 …", 0, signum)
-    assert ending.with_oom(found, ending.Memory("x", "y")) == found
+    assert ending.with_oom(found, ending.OomKill("x", "y")) == found
 
 
 # --- in words --------------------------------------------------------------------------------------------------------

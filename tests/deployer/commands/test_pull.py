@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from deployer.connection.host import Host, Patience
+from deployer.connection.host import Host, ReconnectBackoff
 from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
 from deployer.pull.choice import BEYOND_LIMIT, PullRequest, choose
-from deployer.pull.landing import CannotWrite, Landing
 from deployer.pull.pieces import PIECE_BYTES, RemoteFile
 from deployer.pull.rounds import pull
+from deployer.pull.target import CannotWrite, PullTarget
 from deployer.terminal import size
 from deployer.transport.local import LocalTransport
 from tests.support.jobs import wait_for
@@ -135,7 +135,7 @@ def test_connection_cut_again_and_again_brings_the_same_bytes(job, tmp_path):
 
 def test_patience_ends_and_says_what_happened_last():
     told = []
-    patience = Patience(told.append, give_up_after_s=-1)
+    patience = ReconnectBackoff(told.append, give_up_after_s=-1)
     with pytest.raises(LostConnection, match="no route"):
         patience.wait(ConnectError("no route"))
     assert told == []
@@ -373,8 +373,8 @@ def test_two_pulls_into_one_folder_do_not_meet(job, tmp_path):
 
 
 def test_disk_that_has_no_room_is_said_before_anything_is_fetched(job, tmp_path):
-    with Landing(tmp_path / "home") as landing:
-        room = landing.free_bytes()
+    with PullTarget(tmp_path / "home") as pull_target:
+        room = pull_target.free_bytes()
     code = f"files(['export/huge', {room}, 1, 1, {room}]); forever()"
     pulled = pull(lying_host(code, tmp_path), "j1", target=tmp_path / "home")
     assert [left.name for left in pulled.not_home] == ["export/huge"] and pulled.fetched_bytes == 0

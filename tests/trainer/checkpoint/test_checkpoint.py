@@ -19,7 +19,7 @@ from tests.support.saves import Tied, save, start, step
 from tests.support.tiny import ALONE
 from trainer.checkpoint import write
 from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.folders import commit, newest_complete, settle
+from trainer.checkpoint.folders import commit, newest_complete, restore_replaced
 from trainer.checkpoint.load import load, load_model, read_full, read_info
 from trainer.checkpoint.resume import choose
 from trainer.checkpoint.retention import Keep, prune, to_delete
@@ -97,7 +97,7 @@ def test_checkpoint_whose_replacement_was_killed_gets_its_name_back(tmp_path):
     replaced = tmp_path / ".tmp_step_000001_replaced"
     (tmp_path / "step_000001").rename(replaced)  # and the new one has not got its name
     assert newest_complete(tmp_path) is None
-    assert settle(tmp_path) == {}
+    assert restore_replaced(tmp_path) == {}
     assert read_info(newest_complete(tmp_path)).extra == {"start": 1}
     (tmp_path / "step_000001").rename(replaced)
     save(tmp_path, 2, model, optimizer, {}, ALONE)

@@ -41,7 +41,7 @@ def mutate_during_a_save(dist: Dist, folder: str, prepared: bool) -> dict[str, t
     model, optimizer = start(dist)
     step(model, optimizer)
     gate = Gate("begun")
-    writer = Writer(dist, beside=FORKED, at=gate)
+    writer = Writer(dist, beside=FORKED, on_stage=gate)
     if prepared:
         assert writer.prepare(model, optimizer) is None
     before = {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
@@ -75,7 +75,7 @@ def test_what_changes_after_a_save_has_begun_is_not_in_it(tmp_path, ranks, prepa
 
 def test_start_returns_before_anything_is_written(tmp_path):
     gate = Gate("begun")
-    writer = Writer(ALONE, beside=FORKED, at=gate)
+    writer = Writer(ALONE, beside=FORKED, on_stage=gate)
     begin(writer, tmp_path, 1, *start(ALONE))
     assert gate.passed == ["staged"]
     assert not writer.has_ended()
@@ -100,7 +100,7 @@ def test_second_save_of_a_run_waits_for_the_first_and_the_training_between_does_
         return loss_fn(module, batch)
 
     run.loss_fn = forward
-    loop.train(run, at=at, beside=FORKED)
+    loop.train(run, on_stage=at, beside=FORKED)
     saves = [events[begin:end] for begin, end in pairwise([i for i, e in enumerate(events) if e == "staged"])]
     assert "forward" in saves[0][: saves[0].index("begun")]
     assert all("pruned" in save for save in saves)
@@ -125,7 +125,7 @@ def told_while_stuck(rows: str, folder: Path, *, patience_s: tuple[float, float]
     train_step(run, 0, lr=1e-3)
     gate = Gate("begun")
     run.log = OpensWhenTold(gate, times)
-    saver = Saver(run, at=gate, beside=FORKED, patience_s=patience_s)
+    saver = Saver(run, on_stage=gate, beside=FORKED, patience_s=patience_s)
     saver.save(1, must_succeed=False)
     saver.finish()
     return run.log.notes
@@ -153,7 +153,7 @@ def test_synchronous_save_is_written_when_start_returns(tmp_path):
 
 def test_points_of_a_save_are_told_in_order(tmp_path):
     gate = Gate("none")
-    writer = Writer(ALONE, beside=FORKED, at=gate)
+    writer = Writer(ALONE, beside=FORKED, on_stage=gate)
     begin(writer, tmp_path, 1, *start(ALONE))
     writer.close()
     points = "staged begun shards random state marker renamed committed pruned"

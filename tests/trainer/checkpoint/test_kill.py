@@ -96,7 +96,7 @@ def attempt(dist: Dist, rows: str, run_dir: str, steps: int, kill: Kill | None) 
         return loss_fn(module, batch)
 
     run.loss_fn = observed
-    loop.train(run, at=killer.at, beside=FORKED)
+    loop.train(run, on_stage=killer.at, beside=FORKED)
     run.log.close()
     return start_step
 

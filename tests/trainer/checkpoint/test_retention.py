@@ -49,7 +49,7 @@ def test_old_checkpoint_that_cannot_be_deleted_is_told_and_the_new_one_is_comple
             (tmp_path / ".tmp_step_000001_removed" / "taken").mkdir(parents=True, exist_ok=True)
 
     model, optimizer = start(ALONE)
-    writer = Writer(ALONE, beside=None, at=occupy)
+    writer = Writer(ALONE, beside=None, on_stage=occupy)
     for number in (1, 2):
         writer.start(tmp_path, number, model, optimizer, {}, keep=Keep(last=1))
         written = writer.result()

@@ -24,7 +24,7 @@ from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import Manifest, damages, newest_complete
 from trainer.checkpoint.load import read_info
 from trainer.dist import Dist
-from trainer.run_folder import release_all, taken_by
+from trainer.run_folder import acquire_run_folder, release_all
 from trainer.saver.process import Launched, launch_saver
 from trainer.saver.writer import AsyncSave, Writer
 from trainer.train import loop
@@ -68,7 +68,7 @@ def lose_a_saver(dist: Dist, folder: str, point: str) -> tuple[str, bool, str]:
         if name == point and dist.rank == dist.world_size - 1 and pids:
             os.kill(pids.pop(), signal.SIGKILL)
 
-    writer = Writer(dist, beside=replace(FORKED, launch=launch), at=at)
+    writer = Writer(dist, beside=replace(FORKED, launch=launch), on_stage=at)
     begin(writer, folder, 1, model, optimizer)
     told = ""
     try:
@@ -144,7 +144,7 @@ def test_last_save_of_a_run_is_made_again_when_its_saver_dies(rows, tmp_path, ca
         if point == "random" and (tmp_path / "checkpoints" / "step_000001").exists():
             launched.end()
 
-    loop.train(run, at=at, beside=replace(FORKED, launch=lambda: launched))
+    loop.train(run, on_stage=at, beside=replace(FORKED, launch=lambda: launched))
     assert "was ended by signal 9" in (told := capfd.readouterr().out)
     assert "it is saved again" in told
     path = newest_complete(tmp_path / "checkpoints")
@@ -162,7 +162,7 @@ def hear_of_a_lost_saver(dist: Dist, rows: str, folder: str) -> tuple[bool, bool
             time.sleep(0.5)
             launched.end()
 
-    saver = Saver(run, at=at, beside=replace(FORKED, launch=lambda: launched))
+    saver = Saver(run, on_stage=at, beside=replace(FORKED, launch=lambda: launched))
     train_step(run, 0, lr=0.0)
     saver.save(1, must_succeed=False)
     is_async = saver.is_async()
@@ -206,12 +206,12 @@ def test_run_saves_through_a_process_of_its_own_that_sees_no_gpu_and_heeds_no_si
 
 
 def test_run_folder_is_in_use_as_long_as_a_saver_lives(tmp_path):
-    assert taken_by(tmp_path, patience_s=0) is None
+    assert acquire_run_folder(tmp_path, patience_s=0) is None
     saver = launch_saver()
     release_all()  # as the end of the trainer does
-    assert "in use by another run" in taken_by(tmp_path, patience_s=0)
+    assert "in use by another run" in acquire_run_folder(tmp_path, patience_s=0)
     saver.end()
-    assert taken_by(tmp_path, patience_s=0) is None
+    assert acquire_run_folder(tmp_path, patience_s=0) is None
     release_all()
 
 

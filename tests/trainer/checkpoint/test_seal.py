@@ -78,13 +78,13 @@ def test_marker_of_another_kind_is_refused(checkpoint, marker):
 def test_marker_may_say_more_in_a_later_version(checkpoint):
     marker = checkpoint / CHECKPOINT_MARKER
     marker.write_text(json.dumps({**json.loads(marker.read_text()), "signed": "by nobody"}))
-    assert read_info(checkpoint).is_sealed
+    assert read_info(checkpoint).has_verified_state
 
 
 def test_checkpoint_of_an_earlier_version_says_that_nothing_seals_it(checkpoint):
-    assert read_info(checkpoint).is_sealed
+    assert read_info(checkpoint).has_verified_state
     as_of_format_2(checkpoint)
-    assert not read_info(checkpoint).is_sealed
+    assert not read_info(checkpoint).has_verified_state
 
 
 def test_whole_state_is_not_read_from_a_shard_that_has_changed(checkpoint):

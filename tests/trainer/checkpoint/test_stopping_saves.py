@@ -23,7 +23,7 @@ from trainer.checkpoint.folders import damages, steps_in
 from trainer.checkpoint.load import read_info
 from trainer.dist import Dist
 from trainer.recipes import sft
-from trainer.run_folder import join, release_all, taken_by
+from trainer.run_folder import acquire_run_folder, acquire_shared, release_all
 from trainer.train import loop
 
 FIELDS = {"steps": 40, "save_every": 3, "eval_every": 2, "keep_last": 0, "micro_batch_size": 1}
@@ -65,7 +65,7 @@ def stop_in_save(dist: Dist, rows: str, run_dir: str) -> tuple[int, bool]:
         if point == "shards" and dist.is_main:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    result = loop.train(run, at=at)
+    result = loop.train(run, on_stage=at)
     return result.step, result.stopped
 
 
@@ -81,8 +81,8 @@ def test_sigterm_during_a_save_waits_for_it_saves_again_and_stops(rows, tmp_path
 HOLDER = """
 import sys, time
 from pathlib import Path
-from trainer.run_folder import taken_by
-assert taken_by(Path(sys.argv[1])) is None
+from trainer.run_folder import acquire_run_folder
+assert acquire_run_folder(Path(sys.argv[1])) is None
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -101,29 +101,29 @@ def holder(tmp_path):
 
 
 def test_run_folder_in_use_names_the_process_that_has_it(tmp_path, holder):
-    said = taken_by(tmp_path, patience_s=0)
+    said = acquire_run_folder(tmp_path, patience_s=0)
     assert f"{tmp_path} is in use by another run (host {os.uname().nodename}, process {holder.pid})" in said
 
 
 def test_run_folder_of_a_dying_run_is_waited_for(tmp_path, holder):
-    assert taken_by(tmp_path, patience_s=0) is not None
+    assert acquire_run_folder(tmp_path, patience_s=0) is not None
     holder.kill()
-    assert taken_by(tmp_path, patience_s=20 * PATIENCE) is None
+    assert acquire_run_folder(tmp_path, patience_s=20 * PATIENCE) is None
 
 
 def test_run_folder_is_in_use_as_long_as_another_rank_of_an_earlier_start_lives(tmp_path):
-    join(tmp_path)
+    acquire_shared(tmp_path)
     left = "a rank of a start whose rank 0 has ended"
-    assert f"in use by another run ({left})" in taken_by(tmp_path, patience_s=0)
+    assert f"in use by another run ({left})" in acquire_run_folder(tmp_path, patience_s=0)
     release_all()
-    assert taken_by(tmp_path, patience_s=0) is None
+    assert acquire_run_folder(tmp_path, patience_s=0) is None
     release_all()
-    join(tmp_path)
+    acquire_shared(tmp_path)
     process = f"host {os.uname().nodename}, process {os.getpid()}"
-    assert f"in use by another run ({left}: {process})" in taken_by(tmp_path, patience_s=0)
+    assert f"in use by another run ({left}: {process})" in acquire_run_folder(tmp_path, patience_s=0)
     release_all()
-    assert taken_by(tmp_path, patience_s=0) is None
-    join(tmp_path)  # a rank of this start
+    assert acquire_run_folder(tmp_path, patience_s=0) is None
+    acquire_shared(tmp_path)  # a rank of this start
     release_all()
 
 
@@ -159,7 +159,7 @@ def test_disk_that_fills_up_is_told_with_figures_and_training_goes_on(rows, smal
             (small_disk / "ballast").write_bytes(bytes(5 * 2**20))
 
     with pytest.raises(CheckpointError, match=r"it needs \d+.\d+ MiB and \d.\d+ MiB are free"):
-        loop.train(run, at=fill)  # the last save must succeed
+        loop.train(run, on_stage=fill)  # the last save must succeed
     run.log.close()
     told = capfd.readouterr().out
     assert "MiB are free. Free some space, or lower train.keep_last; training goes on from memory" in told

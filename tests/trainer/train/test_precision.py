@@ -15,7 +15,7 @@ from trainer.errors import ConfigError
 from trainer.inspection.inspect_run import inspect_run
 from trainer.parallel.float8_choice import decide_float8, why_no_float8
 from trainer.train import precision
-from trainer.train.settle import saved_config
+from trainer.train.resolve_defaults import saved_config
 
 X86 = (
     "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t\t: fpu avx2 avx512_bf16 amx_bf16\nbugs\t\t:\n\nprocessor\t: 1\n"
@@ -64,9 +64,9 @@ def test_one_rank_without_bf16_decides_for_all():
 @pytest.mark.parametrize("named", ["bf16", "fp32"])
 def test_precision_that_the_config_names_is_taken_and_told_only_where_it_is_slow(tmp_path, named):
     config = training_on("rows.jsonl", precision=named)
-    settled = precision.settle_precision(config, ALONE)
-    assert settled.config == config
-    assert [line[:38] for line in settled.lines] == (
+    resolved = precision.resolve_precision(config, ALONE)
+    assert resolved.config == config
+    assert [line[:38] for line in resolved.lines] == (
         ["warning: train.precision is bf16, and "] if named == "bf16" and not HAS_BF16 else []
     )
 

@@ -18,23 +18,23 @@ import torch
 from tests.support.limits import FOREVER_S, HANG_S, PATIENCE
 from tests.support.ranks import barrier, run_ranks
 from trainer.dist import Dist
-from trainer.failures.heartbeat import Beat, Observer, Seen, judge, late_ranks
+from trainer.failures.heartbeat import Heartbeat, Observer, RankView, judge, late_ranks
 from trainer.failures.watchdog import machine_id, process_ended, watching
 from trainer.start.rank import comm_timeout_s
 
 TIMEOUT_S = 2.0 * PATIENCE
 
 
-def beat(rank: int, **changes) -> Beat:
+def beat(rank: int, **changes) -> Heartbeat:
     fields = {"step": 5, "phase": "forward", "count": 20, "waiting": False, "where": "loss.py:3 (loss)", "serial": 7}
-    return Beat(**{"rank": rank, "host": "h", "machine": "h", "pid": 100 + rank, **fields, **changes})
+    return Heartbeat(**{"rank": rank, "host": "h", "machine": "h", "pid": 100 + rank, **fields, **changes})
 
 
-def seen(rank: int, *, silent_s: float = 0, still_s: float = 0, ended_s: float | None = None, **changes) -> Seen:
-    return Seen(beat(rank, **changes), silent_s=silent_s, still_s=still_s, ended_s=ended_s)
+def seen(rank: int, *, silent_s: float = 0, still_s: float = 0, ended_s: float | None = None, **changes) -> RankView:
+    return RankView(beat(rank, **changes), silent_s=silent_s, still_s=still_s, ended_s=ended_s)
 
 
-def verdict_on(*ranks: Seen):
+def verdict_on(*ranks: RankView):
     return judge(ranks, timeout_s=600, slow_timeout_s=1800)
 
 
@@ -90,12 +90,12 @@ def test_living_process_that_cannot_post_is_not_silent():
 
 def test_observer_counts_by_its_own_clock_and_waits_for_all_ranks():
     observer = Observer(2, ended=lambda beat: None)
-    observer.hear([beat(0)], 10.0)
+    observer.update([beat(0)], 10.0)
     assert observer.seen(11.0) == []
-    observer.hear([beat(1)], 12.0)
-    observer.hear([beat(0, serial=8), beat(1)], 15.0)
+    observer.update([beat(1)], 12.0)
+    observer.update([beat(0, serial=8), beat(1)], 15.0)
     assert [(one.silent_s, one.still_s) for one in observer.seen(20.0)] == [(5.0, 10.0), (8.0, 8.0)]
-    observer.excuse(3.0)
+    observer.extend_deadlines(3.0)
     assert [(one.silent_s, one.still_s) for one in observer.seen(20.0)] == [(2.0, 7.0), (5.0, 5.0)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.world.planted import Planted
 
-NAMED = '    at("renamed")\n'
+NAMED = '    on_stage("renamed")\n'
 
 PLANTED = {
     "marker before the shards are synced": Planted(
@@ -34,9 +34,9 @@ PLANTED = {
     ),
     "retention before the new one is complete": Planted(
         "trainer.checkpoint.write",
-        "    try:\n        _write_aside(order, state, group, at)\n",
+        "    try:\n        _write_aside(order, state, group, on_stage)\n",
         "    if order.rank == 0 and order.keep.last == 1:\n        prune(order.folder, Keep(), newest=0)\n"
-        "    try:\n        _write_aside(order, state, group, at)\n",
+        "    try:\n        _write_aside(order, state, group, on_stage)\n",
         seed=0,
     ),
     "retention that forgets the best": Planted(
@@ -100,7 +100,7 @@ PLANTED = {
         "trainer.run_folder", "        while not _try_lock(one, fcntl.LOCK_EX):\n", "        while False:\n", seed=0
     ),
     "rank that takes no part in the lock": Planted(
-        "trainer.start.rank", "            join(run_dir)\n", "            pass\n", seed=1886
+        "trainer.start.rank", "            acquire_shared(run_dir)\n", "            pass\n", seed=1886
     ),
     "lost saver's save taken for written": Planted(
         "trainer.saver.process",

@@ -201,7 +201,7 @@ def _recipe(config: Any, run_dir: Any, dist: Any) -> int:
     TIME.sleep(0.1)
     kernel().say("choosing", this())
     choice = resume.choose(config, run_dir, dist)
-    identity = resume.Identity({"kind": "world"})
+    identity = resume.CheckpointRequirements({"kind": "world"})
     resumed, notes = resume.resume(choice, identity, module, optimizer, data.train, dist)
     kernel().say("resumed", (this(), dist, resumed, module, optimizer))
     log = _Log(dist.is_main)

@@ -51,14 +51,14 @@ class Loader(Protocol):
         """The position after `step` steps, the same on every rank."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on at the position; DataError when it is one of other data, Damage where it is none."""
+        """Goes on at the position; DataError when it is one of other data, InvalidData where it is none."""
 
     def fingerprint(self) -> str:
         """Changes with the order or the content of the rows."""
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPosition:
     """A position as a checkpoint keeps it."""
 
     step: Count

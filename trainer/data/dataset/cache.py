@@ -29,7 +29,7 @@ from trainer.data.tokenize.tokenizer import tokenizer_hash, vocab_size
 from trainer.dist import Dist, DistError, gather
 from trainer.errors import DataError, UserError
 from trainer.schema import Config
-from trainer.typed import Count, Damage, from_json
+from trainer.typed import Count, InvalidData, from_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -134,7 +134,7 @@ def _open(folder: Path) -> tuple[Store, RowTable]:
     tokens = TokenFile.open(folder / TOKENS_FILE)
     try:
         meta = from_json(tokens.header.meta, Meta)
-    except Damage as damage:
+    except InvalidData as damage:
         raise DataError(f"{folder / TOKENS_FILE}: meta.{damage}", hint=ANEW) from None
     listed = {reason: [list(row) for row in rows] for reason, rows in meta.dropped.items()}
     table = RowTable.load(folder / ROWS_FILE, listed)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import DataError
-from trainer.typed import Count, Damage, from_json
+from trainer.typed import Count, InvalidData, from_json
 from trainer.words import first_few
 
 COLUMN, KEY, MARK, LEFT_OUT = "column", "key", "mark", "left out"
@@ -62,7 +62,7 @@ def parse_findings(value: Any, path: Path) -> list[Finding]:
     kind: others may have made the file."""
     try:
         return from_json(value, list[Finding])
-    except Damage as damage:
+    except InvalidData as damage:
         hint = "make it anew"
         raise DataError(f"{path.absolute()} is damaged: its account of rows: {damage}", hint=hint) from None
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.batch import Batch
 from trainer.config.batch import BatchRules
 from trainer.data.batches.micro_batches import Ranks, build_batches, padding_share, rows_of_rank
-from trainer.data.batches.steps import Ahead, Place, global_batch_size
+from trainer.data.batches.steps import Ahead, DataPosition, global_batch_size
 from trainer.data.dataset.documents import Source
 from trainer.data.dataset.report import SplitReport
 from trainer.data.rows.findings import Finding, Findings, render_findings
@@ -24,7 +24,7 @@ from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.tokenizer import tokenizer_hash
 from trainer.errors import DataError
 from trainer.schema import Config
-from trainer.typed import Damage, from_json
+from trainer.typed import InvalidData, from_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WindowPlace:
-    """What a checkpoint keeps of a stream beside its `Place`."""
+    """What a checkpoint keeps of a stream beside its `DataPosition`."""
 
     window: WindowStart
 
@@ -117,9 +117,9 @@ class StreamLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on at the position, also with other ranks or another global batch; its window is tokenized again.
 
-        Raises DataError when sources, seed or lay-out differ from those of the position, Damage where it is none.
+        Raises DataError when sources, seed or lay-out differ from those of the position, InvalidData where it is none.
         """
-        place = from_json(state, Place)
+        place = from_json(state, DataPosition)
         if place.fingerprint != self.fingerprint():
             raise DataError(
                 "the checkpoint was made with another stream: files, tokenizer, template, a key of data or train.seed "
@@ -129,7 +129,7 @@ class StreamLoader:
         window = from_json(state, WindowPlace).window
         position, sources = window.position, len(self._maker.identities)
         if not len(position.records) == len(position.taken) == sources or window.row > place.row:
-            raise Damage(f"is not of {sources} sources and before row {place.row}", place="window")
+            raise InvalidData(f"is not of {sources} sources and before row {place.row}", place="window")
         self._first_step, self._first_row = place.step, place.row
         self._begin(window)
 

@@ -20,7 +20,7 @@ from trainer.config.data import TOKEN_SUFFIX
 from trainer.data.tokenize.chat import Encoded
 from trainer.errors import DataError
 from trainer.files import FileChangedError, OpenFile, why_unreadable
-from trainer.typed import Count, Damage, from_json, parse_json
+from trainer.typed import Count, InvalidData, from_json, parse_json
 
 SUFFIX = TOKEN_SUFFIX
 MAGIC = b"TFTOKENS"
@@ -29,7 +29,7 @@ ALIGN = 64
 PROLOGUE = struct.Struct("<8sIIQ")  # magic, version, bytes of the header, where it begins
 SECTIONS = ("ids", "offsets", "targets", "keys", "name_offsets", "names")
 CHUNK_BYTES = 1 << 20
-Place = tuple[str, int, int]
+FileSpan = tuple[str, int, int]
 """A section, the first byte in it, and bytes."""
 
 
@@ -151,16 +151,16 @@ class TokenFile:
                 hint="tokenize the texts again with the model's own tokenizer",
             )
 
-    def _place_of_name(self, index: int) -> Place:
+    def _place_of_name(self, index: int) -> FileSpan:
         begin, end = self._name_offsets[index : index + 2].tolist()
         return "names", begin, end - begin
 
-    def _place_of_targets(self, first: int, last: int) -> Place:
+    def _place_of_targets(self, first: int, last: int) -> FileSpan:
         if not self.header.has_targets:
             return "targets", 0, 0
         return "targets", first // 8, -(-last // 8) - first // 8
 
-    def _read(self, *places: Place) -> list[bytes]:
+    def _read(self, *places: FileSpan) -> list[bytes]:
         sections = self.header.sections
         try:
             return self._file.read(*((sections[name][0] + begin, size) for name, begin, size in places))
@@ -172,7 +172,7 @@ class TokenFile:
         [read] = self._read((section, 0, 8 * (len(self) + 1)))
         borders = np.frombuffer(read, "<i8")
         if borders[0] != 0 or borders[-1] != end or (np.diff(borders) < 0).any():
-            raise _damaged(self.path, Damage(f"do not ascend from 0 to {end:,}", place=section))
+            raise _damaged(self.path, InvalidData(f"do not ascend from 0 to {end:,}", place=section))
         return borders
 
     def _first_outside(self, vocab_size: int) -> tuple[int, int, int]:
@@ -233,12 +233,12 @@ def _read_header(file: OpenFile) -> TokenHeader:
         header = from_json(parse_json(file.read((start, size))[0], most=size), TokenHeader)
         lacking = [name for name in SECTIONS if name not in header.sections]
         if lacking:
-            raise Damage("is missing", place=f"sections.{lacking[0]}")
-    except Damage as damage:
+            raise InvalidData("is missing", place=f"sections.{lacking[0]}")
+    except InvalidData as damage:
         raise _damaged(file.path, damage) from None
     fits = all(header.sections[name][1] == size for name, size in _section_bytes(header).items())
     if not fits or _end_of_sections(header) != start:
-        raise _damaged(file.path, Damage("do not fit its numbers", place="sections"))
+        raise _damaged(file.path, InvalidData("do not fit its numbers", place="sections"))
     return header
 
 
@@ -266,7 +266,7 @@ def _end_of_sections(header: TokenHeader) -> int:
     return at
 
 
-def _damaged(path: Path, damage: Damage) -> DataError:
+def _damaged(path: Path, damage: InvalidData) -> DataError:
     return DataError(f"the token file's header is damaged: {damage}", where=str(path.absolute()), hint="copy it again")
 
 

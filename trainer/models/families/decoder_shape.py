@@ -15,7 +15,7 @@ from trainer.files import expanded
 from trainer.models.families.decoder import Decoder
 from trainer.models.generation import read_generation
 from trainer.models.hf import CONFIG_FILE, fetch_model
-from trainer.typed import Damage, Within, from_json, read_json
+from trainer.typed import InvalidData, Within, from_json, read_json
 from trainer.words import first_few, first_line, shortened
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = read_json(path, dict[str, Any])
     except OSError as error:
         raise ModelError(f"{folder}: no usable config.json: {error.strerror}") from error
-    except Damage as damage:
+    except InvalidData as damage:
         raise ModelError(f"{path}: {damage}") from None
     kind = config.get("model_type")
     if kind not in FAMILIES:
@@ -239,14 +239,14 @@ def shape_from_pretrained(source: Path, vocab_size: int) -> DecoderShape:
         read = {name: value for name, value in config.items() if name in ModelFile.__dataclass_fields__}
         hf = _config_class(config["model_type"]).from_dict(read)  # what it leaves out is its class's matter
         told = from_json({name: getattr(hf, name, None) for name in ModelFile.__dataclass_fields__}, ModelFile)
-    except Damage as damage:
+    except InvalidData as damage:
         raise ModelError(f"{path}: {damage}") from None
     except Exception as error:  # transformers 5 checks what belongs together, with its own errors
         raise ModelError(f"{path} cannot be used: {first_line(error)}") from error
     _refuse_unsupported(told, source)
     try:
         shape = _shape_of(told, path)
-    except Damage as damage:
+    except InvalidData as damage:
         raise ModelError(f"{path}: {damage}") from None
     if shape.vocab_size < vocab_size:
         raise ModelError(
@@ -318,7 +318,7 @@ def _rope(told: ModelFile, path: Path) -> tuple[float, RopeScaling | None]:
         needed["original_max_position"] = fields.original_max_position_embeddings
     try:
         return theta, from_json({"kind": fields.kind, **needed}, RopeScaling)
-    except Damage as damage:
+    except InvalidData as damage:
         raise damage.within("rope_scaling") from None
 
 

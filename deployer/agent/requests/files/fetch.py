@@ -26,7 +26,7 @@ ROWS = 1000
 def files(root: Root, call: Call) -> Dict[str, str]:
     """Sends events `files` with lists of FileRow: the regular files below the requested parts and paths. Before them
     `outputs` with the plan's paths. After them, if there are any, `links`: links whose files are not sent under another
-    name; `absent`: requested paths that do not exist; and `stays`: see stays.py.
+    name; `absent`: requested paths that do not exist; and `stays`: see unpulled.py.
 
     Leaves out links and incomplete checkpoints.
     """
@@ -53,9 +53,9 @@ def files(root: Root, call: Call) -> Dict[str, str]:
     if absent:
         call.send_event("absent", absent)
     if request.stays:
-        from .stays import what_stays
+        from .unpulled import list_unpulled
 
-        call.send_event("stays", to_json(what_stays(root, job, plan, found.asked)))
+        call.send_event("stays", to_json(list_unpulled(root, job, plan, found.asked)))
     return {"job_id": job.id}
 
 

@@ -8,12 +8,12 @@ from typing import NamedTuple, Optional, Sequence, Tuple
 
 from ...host.files import is_path_below, write_json
 from ...host.layout import Job, Root
-from ...host.typed import Damage, read_typed, to_json
+from ...host.typed import InvalidData, read_typed, to_json
 from ...job.record import known_plan
 from ...wire.conversation import Call
 from ..jobs import find_folder
-from .stays import what_stays
-from .view import Stays
+from .unpulled import list_unpulled
+from .view import UnpulledFiles
 
 MOST_PATHS = 20_000
 MAX_BYTES = 8 << 20
@@ -58,11 +58,11 @@ def note_fetched(job: Job, paths: Sequence[str]) -> None:
             pass
 
 
-def never_fetched(root: Root, job: Job) -> Optional[Stays]:
+def never_fetched(root: Root, job: Job) -> Optional[UnpulledFiles]:
     """The files that the job wrote, without its records, that no client has copied. None if that cannot be
     determined."""
     try:
-        return what_stays(root, job, known_plan(job), (*RECORDS, *_read(job)))
+        return list_unpulled(root, job, known_plan(job), (*RECORDS, *_read(job)))
     except OSError:
         return None
 
@@ -74,5 +74,5 @@ def _file(job: Job) -> str:
 def _read(job: Job) -> Tuple[str, ...]:
     try:
         return read_typed(_file(job), _Fetched, most=MAX_BYTES).paths
-    except (OSError, Damage):
+    except (OSError, InvalidData):
         return ()

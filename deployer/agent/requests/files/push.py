@@ -16,7 +16,7 @@ from ...host.errors import AgentError
 from ...host.files import is_path_below, put_in_place, remove
 from ...host.layout import CHECKPOINT_MARKER, Job, Root
 from ...host.locks import store_in_use
-from ...host.typed import Damage, to_json
+from ...host.typed import InvalidData, to_json
 from ...store import tree
 from ...store.blob import BlobWriter
 from ...store.bring import body_of
@@ -34,7 +34,7 @@ KEPT = re.compile(
 """Top-level names in a job's folder that are not for pushed files."""
 
 
-class _Asked(NamedTuple):
+class _PushRequest(NamedTuple):
     job: str
     into: str = ""
     """A folder below the job's folder."""
@@ -46,14 +46,14 @@ def push(root: Root, call: Call) -> None:
     """Requests a tree (`need_tree`), then the missing content (`need_blobs`), and sends the result as an event
     `pushed`. Raises AgentError for a name that is not for pushed files, and for an existing file with other content
     unless `force`; then nothing is written."""
-    asked = call.read(_Asked)
-    job = find_folder(root, asked.job)
+    request = call.read(_PushRequest)
+    job = find_folder(root, request.job)
     call.send_event("need_tree")
-    entries = _below(asked.into, _read_tree(call))
+    entries = _below(request.into, _read_tree(call))
     with store_in_use(root):  # nobody collects the job meanwhile
         _check_names(job, entries)
         absent = [entry for entry in entries if not _is_there(job, entry)]
-        _check_free(job, absent, force=asked.force)
+        _check_free(job, absent, force=request.force)
         _check_room(job, absent)
         for folder in tree.folders_of(absent):
             _make_folder(job, folder)
@@ -65,7 +65,7 @@ def push(root: Root, call: Call) -> None:
 def _read_tree(call: Call) -> List[tree.Entry]:
     try:
         entries = tree.load_entries(tree.unpacked(b"".join(frame.body for frame in call.receive())))
-    except Damage as damage:
+    except InvalidData as damage:
         raise AgentError("usage", "the list of files is not understood: %s" % damage) from None
     check_tree(entries)
     links = [entry.path for entry in entries if entry.mode == tree.LINK]

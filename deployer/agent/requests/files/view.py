@@ -77,7 +77,7 @@ class PieceEnd(NamedTuple):
     unreadable: str = ""
 
 
-class Stays(NamedTuple):
+class UnpulledFiles(NamedTuple):
     """A summary of the files that a pull does not copy."""
 
     files: int = 0

@@ -12,7 +12,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Set
 
 from ..host.layout import RUN_DIR_ENV, Job
 from ..host.processes import Process, own_process_argv, process_of
-from ..host.typed import Damage, parse
+from ..host.typed import InvalidData, parse
 from ..job import progress
 from ..job.ending import Ending
 from ..job.status import Status, utc
@@ -68,7 +68,7 @@ class Notifier:
     def _metrics(self) -> _Metrics:
         try:
             return parse((progress.last_metrics(self._job) or "{}").encode("utf-8"), _Metrics)
-        except Damage:
+        except InvalidData:
             return _Metrics(progress.last_step(self._job))
 
     def _send(self, body: Dict[str, object]) -> None:

@@ -6,7 +6,7 @@ Stdlib only, Python 3.8, Linux.
 import time
 from typing import Callable, Dict, List, Optional, Sequence
 
-from ..gpus.use import Question, Use
+from ..gpus.utilization import GpuUtilization, UtilizationQuery
 from ..host.errors import AgentError
 
 IDLE_BELOW = 5
@@ -54,7 +54,7 @@ class IdleGpus:
         self._now = now
         self._every_s = min(EVERY_S, timeout_s / 6)
         self._idle = IdleTime(self._every_s)
-        self._question: Optional[Question] = None
+        self._query: Optional[UtilizationQuery] = None
         self._next_at = float("-inf")
         self._told = False
         self._given_up = False
@@ -63,37 +63,37 @@ class IdleGpus:
         """Whether the GPUs have been idle for --idle-timeout. Call it often: it does not block."""
         if self._given_up:
             return False
-        if self._question is None:
+        if self._query is None:
             if self._now() < self._next_at:
                 return False
             self._next_at = self._now() + self._every_s
             self._ask()
-        answer = self._question.answer() if self._question is not None else None
+        answer = self._query.answer() if self._query is not None else None
         if answer is None:
             return False
-        self._question = None
+        self._query = None
         self._take(answer)
         return self._idle.seconds >= self.timeout_s
 
     def close(self) -> None:
-        if self._question is not None:
-            self._question.close()
+        if self._query is not None:
+            self._query.close()
 
     def _ask(self) -> None:
         missing = why_unwatched(self._devices)
         try:
-            question = None if missing else Question(self._env)
+            query = None if missing else UtilizationQuery(self._env)
         except AgentError as error:
             self._cannot(error.message)
             self._idle.saw((), self._now())
             return
-        if question is None or not question.is_possible:
+        if query is None or not query.is_possible:
             self._given_up = True
             self._cannot(missing or "the host has no nvidia-smi")
             return
-        self._question = question
+        self._query = query
 
-    def _take(self, answer: Sequence[Use]) -> None:
+    def _take(self, answer: Sequence[GpuUtilization]) -> None:
         mine = [use for use in answer if use.uuid in self._devices]
         silent = [use.label for use in mine if use.percent is None]
         if silent:

@@ -19,23 +19,23 @@ from trainer.dist import Dist, on_rank0
 from trainer.errors import ConfigError
 from trainer.optim.build import had_8bit_embeddings
 from trainer.schema import Config, kind_of_training, learning_rate_of, with_key
-from trainer.train.precision import Settled, foresee_precision, settle_precision
+from trainer.train.precision import ResolvedConfig, foresee_precision, resolve_precision
 
 Saved = Mapping[str, Any]
 """The config in a checkpoint; empty where there is none."""
 
 
-def settle(config: Config, dist: Dist, run_dir: Path | None = None) -> Settled:
+def resolve_defaults(config: Config, dist: Dist, run_dir: Path | None = None) -> ResolvedConfig:
     """Settle all of them: as the checkpoint has it that the run resumes, else by what is trained and where.
 
     Every rank calls this. `run_dir`: None where there is no run, and so no checkpoint to follow. Raises ConfigError
     where `optim.min_learning_rate` lies above the rate that the run has.
     """
     saved = saved_config(config, run_dir, dist) if run_dir else {}
-    return _with_optim(settle_precision(config, dist, saved), saved)
+    return _with_optim(resolve_precision(config, dist, saved), saved)
 
 
-def foresee(config: Config) -> Settled:
+def foresee(config: Config) -> ResolvedConfig:
     """What they would become in a run that is only inspected, and begins anew."""
     return _with_optim(foresee_precision(config), {})
 
@@ -57,10 +57,10 @@ def saved_config(config: Config, run_dir: Path, dist: Dist) -> Saved:
     return on_rank0(dist, read)
 
 
-def _with_optim(before: Settled, saved: Saved) -> Settled:
+def _with_optim(before: ResolvedConfig, saved: Saved) -> ResolvedConfig:
     config, lines = _with_rate(before.config, _section(saved, "optim"))
     config, more = _with_embeddings(config, _section(saved, "optim"))
-    return Settled(config, [*before.lines, *lines, *more])
+    return ResolvedConfig(config, [*before.lines, *lines, *more])
 
 
 def _with_rate(config: Config, saved: Saved) -> tuple[Config, list[str]]:

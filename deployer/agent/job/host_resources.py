@@ -23,7 +23,7 @@ ANSWER_S = 12.0
 """Seconds to wait for a network file system or a driver, which may never answer; the verdict waits no longer."""
 
 
-class Room(NamedTuple):
+class FileSystemUsage(NamedTuple):
     """A file system that the job uses, and its smallest free space since the job's start."""
 
     path: str
@@ -56,7 +56,7 @@ class Limits(NamedTuple):
     """vm.overcommit_memory=2: processes cannot reserve more memory than exists."""
 
 
-class Memory(NamedTuple):
+class MemoryUsage(NamedTuple):
     total: int = 0
     free: int = 0
 
@@ -72,10 +72,10 @@ class Gpus(NamedTuple):
     """Other processes that compute on them."""
 
 
-class Vitals(NamedTuple):
-    rooms: Tuple[Room, ...] = ()
+class HostResources(NamedTuple):
+    file_systems: Tuple[FileSystemUsage, ...] = ()
     limits: Limits = Limits()
-    memory: Memory = Memory()
+    memory: MemoryUsage = MemoryUsage()
     gpus: Gpus = Gpus()
 
 
@@ -94,10 +94,10 @@ def places(job_path: str, cache: str, env: Mapping[str, str]) -> Dict[str, str]:
     }
 
 
-def read_rooms(found: Mapping[str, str], *, network_too: bool = True) -> Tuple[Room, ...]:
+def read_file_systems(found: Mapping[str, str], *, network_too: bool = True) -> Tuple[FileSystemUsage, ...]:
     """The file systems of these paths, each once. Leaves out one that cannot be read. Without `network_too`, also
     leaves out one that another machine serves, which may never answer; the first path's is always read."""
-    rooms: Dict[int, Room] = {}
+    file_systems: Dict[int, FileSystemUsage] = {}
     mounts = "" if network_too else read_text("/proc/mounts")
     for number, (path, use) in enumerate(found.items()):
         if number and not network_too and mount_of(path, mounts)[0] in NETWORK_KINDS:
@@ -107,21 +107,21 @@ def read_rooms(found: Mapping[str, str], *, network_too: bool = True) -> Tuple[R
             device, status = os.stat(folder).st_dev, os.statvfs(folder)
         except OSError:
             continue
-        if device in rooms:
-            room = rooms[device]
-            uses = room.uses if use in room.uses else (*room.uses, use)
-            rooms[device] = room._replace(uses=uses)
+        if device in file_systems:
+            fs = file_systems[device]
+            uses = fs.uses if use in fs.uses else (*fs.uses, use)
+            file_systems[device] = fs._replace(uses=uses)
             continue
         # root may use the reserved space
         free = (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
-        rooms[device] = Room(
+        file_systems[device] = FileSystemUsage(
             path,
             (use,),
             free,
             status.f_favail if status.f_files else None,
             bool(status.f_flag & os.ST_RDONLY),
         )
-    return tuple(rooms.values())
+    return tuple(file_systems.values())
 
 
 def read_own_limits() -> Limits:
@@ -143,9 +143,9 @@ def _limit(name: str) -> Optional[int]:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def read_memory() -> Memory:
+def read_memory() -> MemoryUsage:
     found = read_meminfo()
-    return Memory(found.get("MemTotal", 0), found.get("MemAvailable", 0))
+    return MemoryUsage(found.get("MemTotal", 0), found.get("MemAvailable", 0))
 
 
 def read_gpus(devices: Sequence[str], env: Dict[str, str], ours: Sequence[int], since_boot_s: float) -> Gpus:
@@ -193,13 +193,13 @@ def in_time(read: Callable[[], T], default: T, *, timeout_s: float = ANSWER_S) -
 # --- during an attempt ------------------------------------------------------------------------------------------------
 
 
-class VitalWatch:
+class ResourceMonitor:
     """Samples the resources while the job runs, and once more at a failure."""
 
     def __init__(self, found: Mapping[str, str]) -> None:
         self._places = dict(found)
         self._least: Dict[str, Tuple[int, Optional[int]]] = {}
-        self.start = Vitals(self._rooms(), Limits(forks_refused=read_refused_forks()))
+        self.start = HostResources(self._file_systems(), Limits(forks_refused=read_refused_forks()))
         self.began_s = time.monotonic()
         self._next = self.began_s + FIRST_S
 
@@ -207,29 +207,30 @@ class VitalWatch:
         """Call it often. Returns whether it took a sample."""
         if time.monotonic() < self._next:
             return False
-        self._rooms()
+        self._file_systems()
         self._next = time.monotonic() + SAMPLE_S
         return True
 
-    def at_death(self, named: Sequence[str], gpus: Callable[[], Gpus]) -> Vitals:
+    def at_failure(self, named: Sequence[str], gpus: Callable[[], Gpus]) -> HostResources:
         """The resources at the failure. `named`: files in the job's last log lines."""
         where = {**self._places, **{path: os.path.dirname(path) for path in named}}
-        none: Tuple[Room, ...] = ()
-        rooms = in_time(lambda: read_rooms(where), none, timeout_s=2.0) or self._rooms()
-        told = tuple(self._with_least(room) for room in rooms)
-        return Vitals(told, read_own_limits(), read_memory(), in_time(gpus, Gpus(driver="nvidia-smi gives no answer")))
+        none: Tuple[FileSystemUsage, ...] = ()
+        file_systems = in_time(lambda: read_file_systems(where), none, timeout_s=2.0) or self._file_systems()
+        told = tuple(self._with_least(fs) for fs in file_systems)
+        limits, memory = read_own_limits(), read_memory()
+        return HostResources(told, limits, memory, in_time(gpus, Gpus(driver="nvidia-smi gives no answer")))
 
-    def _rooms(self) -> Tuple[Room, ...]:
-        rooms = read_rooms(self._places, network_too=False)
-        for room in rooms:
-            self._least[room.path] = self._least_of(room)
-        return rooms
+    def _file_systems(self) -> Tuple[FileSystemUsage, ...]:
+        file_systems = read_file_systems(self._places, network_too=False)
+        for fs in file_systems:
+            self._least[fs.path] = self._least_of(fs)
+        return file_systems
 
-    def _with_least(self, room: Room) -> Room:
-        least, inodes = self._least_of(room)
-        return room._replace(least_bytes=least, least_inodes=inodes)
+    def _with_least(self, fs: FileSystemUsage) -> FileSystemUsage:
+        least, inodes = self._least_of(fs)
+        return fs._replace(least_bytes=least, least_inodes=inodes)
 
-    def _least_of(self, room: Room) -> Tuple[int, Optional[int]]:
-        before, inodes = self._least.get(room.path, (room.free_bytes, room.inodes_free))
-        fewer = [n for n in (inodes, room.inodes_free) if n is not None]
-        return min(before, room.free_bytes), min(fewer, default=None)
+    def _least_of(self, fs: FileSystemUsage) -> Tuple[int, Optional[int]]:
+        before, inodes = self._least.get(fs.path, (fs.free_bytes, fs.inodes_free))
+        fewer = [n for n in (inodes, fs.inodes_free) if n is not None]
+        return min(before, fs.free_bytes), min(fewer, default=None)

@@ -18,22 +18,22 @@ SEARCH_S = 10.0
 MAX_WORDS = 200
 
 
-class Verdict(NamedTuple):
-    """`left`: jobs that are still awaited; if empty, the job starts. `never`: why the job can never start; `because`:
-    the ID of the job that prevents it."""
+class AfterDecision(NamedTuple):
+    """`awaited`: jobs that have not ended; if empty, the job starts. `refusal`: why the job can never start.
+    `failed_job`: the ID of the job that prevents it."""
 
-    left: Tuple[str, ...] = ()
-    never: str = ""
-    because: str = ""
+    awaited: Tuple[str, ...] = ()
+    refusal: str = ""
+    failed_job: str = ""
 
 
-def decide(found: Sequence[Tuple[str, Status]]) -> Verdict:
+def decide(found: Sequence[Tuple[str, Status]]) -> AfterDecision:
     """`found`: each awaited job with its current status. Of a job that was started again, the current attempt
     counts."""
     for job_id, status in found:
         if status.state in FINAL and status.state != SUCCEEDED:
-            return Verdict(never="after %s, which %s" % (job_id, how_it_ended(status)), because=job_id)
-    return Verdict(tuple(job_id for job_id, status in found if status.state != SUCCEEDED))
+            return AfterDecision(refusal="after %s, which %s" % (job_id, how_it_ended(status)), failed_job=job_id)
+    return AfterDecision(tuple(job_id for job_id, status in found if status.state != SUCCEEDED))
 
 
 def how_it_ended(status: Status) -> str:
@@ -48,7 +48,7 @@ def how_it_ended(status: Status) -> str:
     return ends.get(status.state, "is %s" % status.state)
 
 
-class Others:
+class AwaitedJobs:
     """The jobs that a job waits for. Call `look` often: it reads them only when it is time to."""
 
     def __init__(self, root: Root, ids: Sequence[str], *, now: Callable[[], float] = time.monotonic) -> None:
@@ -57,7 +57,7 @@ class Others:
         self._now = now
         self._next_at = float("-inf")
 
-    def look(self) -> Optional[Verdict]:
+    def poll(self) -> Optional[AfterDecision]:
         """The decision; None if it is not time to check. If a job cannot be read, its last status counts; without one
         it is still awaited."""
         if self._now() < self._next_at:
@@ -72,8 +72,8 @@ class Others:
         lonely = any(status.unsupervised for status in self._seen.values())
         self._next_at = self._now() + (SEARCH_S if lonely else POLL_S)
         unread = tuple(job_id for job_id in self._jobs if job_id not in self._seen)
-        verdict = decide(list(self._seen.items()))
-        return verdict if verdict.never else verdict._replace(left=(*verdict.left, *unread))
+        decision = decide(list(self._seen.items()))
+        return decision if decision.refusal else decision._replace(awaited=(*decision.awaited, *unread))
 
     def _was_collected(self, job_id: str, status: Status) -> bool:
         """Whether the job succeeded earlier and its folder is gone now: gc may remove it."""

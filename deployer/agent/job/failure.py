@@ -9,17 +9,17 @@ from ..host.layout import LAUNCHER_LOG, PREPARE_LOG, Job, LogName
 from ..logs.read import log_names, log_path, tail_of
 from ..python.absent import explain_module
 from ..python.spec import PythonSpec
-from .causes import Cause, Death, find_causes, first_hint, named_files
-from .ending import Ending, Memory, read_outcome
+from .causes import Cause, FailureContext, find_causes, first_hint, named_files
+from .ending import Ending, OomKill, read_outcome
+from .host_resources import Gpus, ResourceMonitor, read_gpus
 from .missing import explain_here, find_missing
-from .vitals import Gpus, VitalWatch, read_gpus
 
 WORDS_LINES, WORDS_BYTES = 200, 64 << 10
 """How much of the end of each log is searched."""
 MOST_LOGS = 9
 
 
-class Look:
+class FailureAnalysis:
     """Analyses one failed attempt on its host. `devices`: the GPUs that it holds; `env`: the environment for
     nvidia-smi; `python`: the job's requirements for its interpreter, and the interpreter."""
 
@@ -33,27 +33,27 @@ class Look:
         self._python = python
 
     def explain(
-        self, ending: Ending, watch: VitalWatch, *, memory: Optional[Memory], pids: Sequence[int], started: bool
+        self, ending: Ending, watch: ResourceMonitor, *, oom_kill: Optional[OomKill], pids: Sequence[int], started: bool
     ) -> Ending:
         """The verdict on a failure with its causes, the files or modules that it did not find, and the log with most
         information."""
-        logs = spoken_logs(self._job, self._number, ending)
+        logs = nonempty_logs(self._job, self._number, ending)
         parts = [tail_of(log_path(self._job, name), WORDS_LINES)[-WORDS_BYTES:] for name in logs[:MOST_LOGS]]
         outcome = read_outcome(self._job)
         words = b"\n".join(parts).decode("utf-8", "replace") + "\n" + (outcome.error if outcome else "")
         words += "\n" + ("" if started else ending.reason)
-        now = watch.at_death(named_files(words), lambda: self._gpus(watch, pids))
-        says_so = memory is not None and memory.reason in ending.reason
-        death = Death(
+        now = watch.at_failure(named_files(words), lambda: self._gpus(watch, pids))
+        says_so = oom_kill is not None and oom_kill.reason in ending.reason
+        failure = FailureContext(
             words,
             now if self._devices else now._replace(gpus=Gpus()),
             watch.start if started else None,
             ending.signal,
-            memory is not None and not says_so,
-            memory.hint if memory is not None else "",
+            oom_kill is not None and not says_so,
+            oom_kill.hint if oom_kill is not None else "",
         )
         missing = find_missing(words, self._job.code)
-        causes: List[Cause] = [*find_causes(death), *explain_here(missing, self._job.code)]
+        causes: List[Cause] = [*find_causes(failure), *explain_here(missing, self._job.code)]
         module = next((one.name for one in missing if one.kind == "module"), None)
         absent = explain_module(module, self._job.code, *self._python) if module else None
         causes += [Cause(absent.line, absent.hint)] if absent else []
@@ -64,13 +64,13 @@ class Look:
             log=logs[0].text if logs else "",
         )
 
-    def _gpus(self, watch: VitalWatch, pids: Sequence[int]) -> Gpus:
+    def _gpus(self, watch: ResourceMonitor, pids: Sequence[int]) -> Gpus:
         if not self._devices:
             return Gpus()
         return read_gpus(self._devices, self._env, pids, watch.began_s)
 
 
-def spoken_logs(job: Job, number: int, ending: Ending) -> List[LogName]:
+def nonempty_logs(job: Job, number: int, ending: Ending) -> List[LogName]:
     """The logs of an attempt that are not empty, in order of their value: that of the rank that failed first, the
     launcher's, the other ranks', prepare.log. If a group of processes failed first, only its own."""
 
@@ -84,5 +84,5 @@ def spoken_logs(job: Job, number: int, ending: Ending) -> List[LogName]:
         return 1 if name.file == LAUNCHER_LOG else 3
 
     mine = [n for n in log_names(job, number) if not ending.first_failing_group or is_ours(n)]
-    spoken = [name for name in mine if tail_of(log_path(job, name), 1)]
-    return sorted(spoken, key=order)
+    nonempty = [name for name in mine if tail_of(log_path(job, name), 1)]
+    return sorted(nonempty, key=order)

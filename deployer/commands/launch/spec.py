@@ -12,7 +12,7 @@ from deployer import terminal
 from deployer.commands.defaults import Defaults, Taken, key_named, keys_of
 from deployer.connection.host import Host
 from deployer.errors import UsageError
-from deployer.plan.options import Asked, Options, read_config, with_defaults
+from deployer.plan.options import LaunchSpec, Options, read_config, with_defaults
 from deployer.printable import shown
 
 
@@ -44,23 +44,23 @@ def choose(
 
 def ask_for(
     given: Options, defaults: Defaults, *, tell: Callable[[str], None] = tell_note
-) -> tuple[Asked, Options, dict[str, Taken]]:
+) -> tuple[LaunchSpec, Options, dict[str, Taken]]:
     """What the launch is asked for, its options, and which defaults went into them, by name."""
     if given.config is None:
         found = defaults.of(given.keys.get("target.ssh", defaults.host))
         keys = keys_of(found)
-        asked = read_config(replace(given, keys={**keys, **given.keys}), tell=tell)
+        spec = read_config(replace(given, keys={**keys, **given.keys}), tell=tell)
         used = {key for key in keys if key not in given.keys}
         given = replace(given, keys={**keys, **given.keys})
     else:
-        asked = read_config(given, tell=tell)
-        ssh = asked.config.target.ssh if "target.ssh" in asked.given else defaults.host
+        spec = read_config(given, tell=tell)
+        ssh = spec.config.target.ssh if "target.ssh" in spec.given else defaults.host
         found = defaults.of(ssh)
-        asked, used = with_defaults(asked, keys_of(found))
+        spec, used = with_defaults(spec, keys_of(found))
     options = {name: found[name].value for name in ("wheels", "requirements") if name in found}
     options = {name: value for name, value in options.items() if not getattr(given, name)}
     taken = {name: one for name, one in found.items() if key_named(name) in used or name in (*options, *WAYS_IN)}
-    return asked, replace(given, **options), taken
+    return spec, replace(given, **options), taken
 
 
 WAYS_IN = ("ssh_key", "transport")

@@ -19,7 +19,7 @@ from pathlib import Path
 from deployer.agent.requests.files.view import DIGEST_BYTES
 from deployer.errors import ThisMachine
 
-GATHERING = ".pulling"
+PARTIAL_FOLDER = ".pulling"
 SAME_TIME_NS = 1_000_000
 """Times that differ by less than this count as equal: not every file system stores nanoseconds."""
 COPY_BYTES = 1 << 20
@@ -33,35 +33,35 @@ class CannotWrite(ThisMachine):
         self.reason = reason
 
 
-class Landing:
+class PullTarget:
     """The target folder of one pull; use it as a context. Refuses a second pull into the same folder at the same
     time."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self._top = self._gathering = self._lock = -1
+        self._top = self._partial = self._lock = -1
         self._locked = False
         self._made = not target.exists()
 
-    def __enter__(self) -> Landing:
+    def __enter__(self) -> PullTarget:
         with self._explained("."):
             self.target.mkdir(parents=True, exist_ok=True)
             self._top = os.open(self.target, os.O_RDONLY | os.O_DIRECTORY)
-            self._gathering = _open_folder(self._top, [GATHERING], make=0o700)
-            if os.fstat(self._gathering).st_uid != os.geteuid():
-                whose = f"{self.target / GATHERING} belongs to somebody else"
+            self._partial = _open_folder(self._top, [PARTIAL_FOLDER], make=0o700)
+            if os.fstat(self._partial).st_uid != os.geteuid():
+                whose = f"{self.target / PARTIAL_FOLDER} belongs to somebody else"
                 raise ThisMachine(whose, hint="remove it and pull again")
-            self._lock = os.open("lock", _CREATE, 0o600, dir_fd=self._gathering)
+            self._lock = os.open("lock", _CREATE, 0o600, dir_fd=self._partial)
             self._take_lock()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._locked and os.listdir(self._gathering) == ["lock"]:  # noqa: PTH208 (a descriptor); nothing to go on with
+        if self._locked and os.listdir(self._partial) == ["lock"]:  # noqa: PTH208 (a descriptor); nothing to go on with
             self.clear()
             if self._made:
                 with suppress(OSError):  # it is not empty
                     self.target.rmdir()
-        for fd in (self._lock, self._gathering, self._top):
+        for fd in (self._lock, self._partial, self._top):
             if fd >= 0:
                 os.close(fd)
 
@@ -111,7 +111,7 @@ class Landing:
     def folds_case(self) -> bool:
         """Whether this disk ignores case in file names."""
         try:
-            os.stat("LOCK", dir_fd=self._gathering)
+            os.stat("LOCK", dir_fd=self._partial)
         except OSError:
             return False
         return True
@@ -120,26 +120,26 @@ class Landing:
 
     def open_part(self, name: str) -> int:
         """A descriptor of a partial file or its journal, which may exist from an earlier pull."""
-        return os.open(name, _CREATE, 0o600, dir_fd=self._gathering)
+        return os.open(name, _CREATE, 0o600, dir_fd=self._partial)
 
     def drop_part(self, name: str) -> None:
         try:
-            os.unlink(name, dir_fd=self._gathering)
+            os.unlink(name, dir_fd=self._partial)
         except FileNotFoundError:
             pass
 
     def part_size(self, name: str) -> int:
         """Size of a partial file or a journal; 0 without one."""
         try:
-            return os.stat(name, dir_fd=self._gathering, follow_symlinks=False).st_size
+            return os.stat(name, dir_fd=self._partial, follow_symlinks=False).st_size
         except OSError:
             return 0
 
-    def settle(self, part: str, path: str, *, mtime_ns: int) -> None:
+    def publish(self, part: str, path: str, *, mtime_ns: int) -> None:
         """Renames a complete partial file into place."""
         with self._explained(path), self._folder_of(path, make=True) as (folder, name):
-            os.utime(part, ns=(mtime_ns, mtime_ns), dir_fd=self._gathering, follow_symlinks=False)
-            os.rename(part, name, src_dir_fd=self._gathering, dst_dir_fd=folder)
+            os.utime(part, ns=(mtime_ns, mtime_ns), dir_fd=self._partial, follow_symlinks=False)
+            os.rename(part, name, src_dir_fd=self._partial, dst_dir_fd=folder)
 
     def append(self, part: str, path: str, *, start: int, mtime_ns: int) -> None:
         """Writes a partial file after the first `start` bytes of an existing file.
@@ -154,9 +154,9 @@ class Landing:
                 os.utime(file.fileno(), ns=(mtime_ns, mtime_ns))
         self.drop_part(part)
 
-    def settle_folder(self, path: str, names: Sequence[str]) -> None:
+    def publish_folder(self, path: str, names: Sequence[str]) -> None:
         """Renames a complete folder, with only these files in it, into place; removes an older one there."""
-        staged = self.target / GATHERING / path
+        staged = self.target / PARTIAL_FOLDER / path
         for found in staged.rglob("*"):
             if not found.is_dir() and str(found.relative_to(staged)) not in names:
                 found.unlink()  # of an earlier checkpoint of the same name
@@ -164,10 +164,10 @@ class Landing:
         with (
             self._explained(path),
             self._folder_of(path, make=True) as (folder, name),
-            self._folder_of(f"{GATHERING}/{path}", make=False) as (gathered, same),
+            self._folder_of(f"{PARTIAL_FOLDER}/{path}", make=False) as (gathered, same),
         ):
             try:
-                os.rename(name, _REPLACED, src_dir_fd=folder, dst_dir_fd=self._gathering)
+                os.rename(name, _REPLACED, src_dir_fd=folder, dst_dir_fd=self._partial)
             except FileNotFoundError:
                 pass
             os.rename(same, name, src_dir_fd=gathered, dst_dir_fd=folder)
@@ -175,7 +175,7 @@ class Landing:
 
     def drop_folder(self, path: str) -> None:
         """Removes what was copied of a folder."""
-        staged = self.target / GATHERING / path
+        staged = self.target / PARTIAL_FOLDER / path
         if staged.is_symlink():
             staged.unlink()
         elif staged.exists():
@@ -183,7 +183,7 @@ class Landing:
 
     def clear(self) -> None:
         """Removes the hidden folder."""
-        shutil.rmtree(self.target / GATHERING, ignore_errors=True)
+        shutil.rmtree(self.target / PARTIAL_FOLDER, ignore_errors=True)
 
     @contextmanager
     def _folder_of(self, path: str, *, make: bool) -> Iterator[tuple[int, str]]:
@@ -199,9 +199,9 @@ class Landing:
         try:
             yield
         except OSError as error:
-            raise self.cannot_write(path, error) from None
+            raise self.write_error(path, error) from None
 
-    def cannot_write(self, path: str, error: OSError) -> CannotWrite:
+    def write_error(self, path: str, error: OSError) -> CannotWrite:
         what = f"cannot write {self.target / path}"
         return CannotWrite(what, reason=self.why_not(error, path), hint="--to names another folder")
 

@@ -28,8 +28,8 @@ from trainer.recipes import sft
 from trainer.schema import Config, OptimConfig, with_changes
 from trainer.train import loop
 from trainer.train.recipe import read_basis
+from trainer.train.resolve_defaults import foresee, resolve_defaults
 from trainer.train.run import Evaluated
-from trainer.train.settle import foresee, settle
 from trainer.train.step import apply_update
 
 # --- the learning rate ------------------------------------------------------------------------------------------------
@@ -47,14 +47,14 @@ from trainer.train.step import apply_update
     ],
 )
 def test_rate_that_is_not_given_is_that_of_the_kind_of_training_and_is_said(sections, rate, what):
-    settled = foresee(config_of(**sections))
-    assert settled.config.optim.learning_rate == rate
-    assert f"learning rate: {rate:g}, for {what} (optim.learning_rate is null)" in settled.lines
+    resolved = foresee(config_of(**sections))
+    assert resolved.config.optim.learning_rate == rate
+    assert f"learning rate: {rate:g}, for {what} (optim.learning_rate is null)" in resolved.lines
 
 
 def test_rate_that_is_given_is_taken_in_silence():
-    settled = foresee(config_of(optim={"learning_rate": 0.5}))
-    assert (settled.config.optim.learning_rate, settled.lines) == (0.5, [])
+    resolved = foresee(config_of(optim={"learning_rate": 0.5}))
+    assert (resolved.config.optim.learning_rate, resolved.lines) == (0.5, [])
 
 
 def test_resumed_run_keeps_its_rate_also_where_the_default_is_another(rows, tmp_path, capfd):
@@ -74,7 +74,7 @@ def test_least_rate_above_the_settled_one_is_refused(rows, tmp_path):
     train(1, rows, tmp_path, save_every=2, eval_every=0, stop_after_steps=2)
     config = with_changes(training_on(rows), {"optim.learning_rate": None, "optim.min_learning_rate": 0.02})
     with pytest.raises(ConfigError, match=r"min_learning_rate is 0.02, more than the rate 0.01, as the checkpoint"):
-        settle(config, ALONE, tmp_path)
+        resolve_defaults(config, ALONE, tmp_path)
 
 
 # --- 8-bit state of embeddings ----------------------------------------------------------------------------------------

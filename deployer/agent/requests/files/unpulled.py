@@ -12,11 +12,11 @@ from ...host.errors import AgentError
 from ...host.layout import Job, Root
 from ...job.plan import Plan
 from ...job.record import known_record
-from ...job.status import LOST, Status, read_word, slot_of
+from ...job.status import LOST, Status, read_stored_status, slot_of
 from ...python.made import MADE
 from ...store.content import Store
 from ...store.tree import Entry, file_hash, folders_of
-from .view import Stays
+from .view import UnpulledFiles
 
 OURS = re.compile(r"(code|lib|control|ranks|tokens)\Z|\.|config\.attempt_\d+\.yaml\Z|.*\.tmp\Z")
 """Names in a job's folder that no program writes, or that are of use only on the host."""
@@ -27,7 +27,7 @@ MOST_NAMES = 6
 MOST_HASHED_BYTES = 64 << 20
 
 
-def what_stays(root: Root, job: Job, plan: Optional[Plan], asked: Sequence[str]) -> Stays:
+def list_unpulled(root: Root, job: Job, plan: Optional[Plan], asked: Sequence[str]) -> UnpulledFiles:
     """The files that the job wrote into its folder and its code, without those below the `asked` paths."""
     looks = _Looks(job.path, asked)
     found: List[Tuple[int, str, str]] = []  # size, path, the name that brings it
@@ -39,7 +39,7 @@ def what_stays(root: Root, job: Job, plan: Optional[Plan], asked: Sequence[str])
         (info.st_size, path, shipped.name_of(path)) for path, info in looks.below("code") if shipped.lacks(path, info)
     ]
     found.sort(reverse=True)
-    return Stays(
+    return UnpulledFiles(
         len(found),
         sum(size for size, _, _ in found),
         tuple(path for _, path, _ in found[:LARGEST]),
@@ -94,7 +94,8 @@ class _Shipped:
         self._folders: Set[str] = set()
         record = known_record(job)
         # the folder of its setup's files, which do not count as the job's
-        self._made = os.path.join(slot_of(read_word(job)[0] or Status(LOST), "setup"), MADE) if _has_setup(plan) else ""
+        status = read_stored_status(job).status or Status(LOST)
+        self._made = os.path.join(slot_of(status, "setup"), MADE) if _has_setup(plan) else ""
         self._since_ns = (record.created_at or 0.0) * 1e9 if record is not None else 0.0
         try:
             entries = Store(root).load_tree(plan.tree) if plan is not None else None

@@ -14,7 +14,7 @@ _FIELDS = "--query-gpu=index,uuid,utilization.gpu"
 _MOST_BYTES = 1 << 20
 
 
-class Use(NamedTuple):
+class GpuUtilization(NamedTuple):
     """`percent`: None if the driver does not report it, for example for a GPU in MIG mode."""
 
     label: str
@@ -22,16 +22,16 @@ class Use(NamedTuple):
     percent: Optional[int]
 
 
-def parse_use(text: str) -> List[Use]:
+def parse_utilization(text: str) -> List[GpuUtilization]:
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 2]
-    return [Use(index, uuid, _percent(use)) for index, uuid, use in rows if index.isdigit()]
+    return [GpuUtilization(index, uuid, _percent(use)) for index, uuid, use in rows if index.isdigit()]
 
 
 def _percent(cell: str) -> Optional[int]:
     return int(cell) if cell.isdigit() and len(cell) < 4 else None
 
 
-class Question:
+class UtilizationQuery:
     """One nvidia-smi query that runs in the background. Its process is not marked as the job's, so a sweep does not end
     it."""
 
@@ -50,7 +50,7 @@ class Question:
         """Whether the host has nvidia-smi."""
         return self._program is not None
 
-    def answer(self) -> Optional[List[Use]]:
+    def answer(self) -> Optional[List[GpuUtilization]]:
         """None until there is an answer; empty if the query failed."""
         if self._program is None or self._program.stdout is None:
             return []
@@ -65,7 +65,7 @@ class Question:
         if data and len(self._text) < _MOST_BYTES:
             return None
         self.close()
-        return parse_use(self._text.decode("utf-8", "replace"))
+        return parse_utilization(self._text.decode("utf-8", "replace"))
 
     def close(self) -> None:
         """Kills the nvidia-smi process if it still runs."""
