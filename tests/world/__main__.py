@@ -35,12 +35,12 @@ def main(words: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0, metavar="N")
     parser.add_argument("--seconds", type=float, default=1e9, metavar="S", help="end after so long")
     parser.add_argument("--workers", type=positive, default=2, metavar="N", help="processes that search; 2")
-    parser.add_argument("--plant", default="", metavar="NAME", help="with this fault in the sources: see planted.py")
+    parser.add_argument("--plant", default="", metavar="NAME", help="with this bug in the sources: see planted.py")
     parser.add_argument("--most", type=positive, default=5, metavar="N", help="failures after which it ends; 5")
     parser.add_argument(
         "--every", type=positive, metavar="BYTES", help="a crash in each write of a state file, so far apart"
     )
-    parser.add_argument("--planted", action="store_true", help="list the faults that --plant knows, with their seeds")
+    parser.add_argument("--planted", action="store_true", help="list the bugs that --plant knows, with their seeds")
     parser.add_argument("--trainer", action="store_true", help="schedules of the trainer: ranks, savers, checkpoints")
     options = parser.parse_args(words)
     if options.trainer and options.every:

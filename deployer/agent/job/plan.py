@@ -207,8 +207,8 @@ def unreadable_plan(job_id: str) -> Plan:
 
 
 def parse_plan(raw: Mapping[str, Any]) -> Plan:
-    """The plan from a request or job.json. Raises InvalidData if it is not a plan, or if this version of Torchferry does
-    not know a part of it, which it names with both versions."""
+    """The plan from a request or job.json. Raises InvalidData if it is not a plan. Also if this version of Torchferry
+    does not know a part of it; then the message names both versions."""
     version = raw.get("version", 1)
     if version == 1:
         from .plan_version_1 import upgrade  # of jobs that an earlier Torchferry launched
