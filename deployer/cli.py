@@ -100,15 +100,17 @@ def _told(error: BaseException, *, debug: bool, as_json: bool) -> int:
     already. The exit code."""
     if isinstance(error, click.ClickException):
         known: FerryError = in_two_parts(error)
-        _show(known)
     elif isinstance(error, click.Abort | KeyboardInterrupt):
         known = Interrupted("interrupted")
-        notice(shown(known.message))
     else:
-        if debug:
-            notice(*shown_lines(traceback.format_exc()))
         known = error if isinstance(error, FerryError) else _unforeseen(error)
-        _show(known)
+    with suppress(OSError):  # stderr has no room, or nobody reads it: the exit code says enough
+        if isinstance(error, click.Abort | KeyboardInterrupt):
+            notice(shown(known.message))
+        else:
+            if debug and not isinstance(error, click.ClickException):
+                notice(*shown_lines("".join(traceback.format_exception(error))))
+            _show(known)
     if as_json and not known.is_in_json:
         with suppress(OSError):  # nobody reads it, or there is no room: the exit code says enough
             say_json({"error": error_as_json(known)}, indent=None)

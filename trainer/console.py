@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ def write_line(stream: TextIO, text: str) -> None:
     """In one piece: the ranks share the stream, and an unbuffered print would write the line's end apart."""
     stream.write(f"{printable(text)}\n")
     stream.flush()
+
+
+def write_error(text: str) -> None:
+    """Prints a failing process's message. If stderr cannot be written (full disk, closed terminal), the process must
+    still end as it would have."""
+    with suppress(OSError, ValueError, AttributeError):  # it may be closed, or None
+        write_line(sys.stderr, text)
 
 
 def write_json(value: object) -> None:

@@ -21,7 +21,7 @@ from trainer.commands.interruptible import interruptible
 from trainer.commands.usage import in_two_parts
 from trainer.config.kinds.recognise import CONFIG, expect, read_kind
 from trainer.config.load import ConfigError, load_config, num_processes
-from trainer.console import shown, tame_others, write_json, write_line
+from trainer.console import shown, tame_others, write_error, write_json, write_line
 from trainer.errors import UserError
 from trainer.host_memory import available_cores
 from trainer.run_folder import IN_USE_HINT, PATIENCE_S, acquire_run_folder, release_all
@@ -65,14 +65,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise
         if launch.is_under_torchrun(os.environ) and os.environ["RANK"] != "0":
             launch.let_rank_0_tell()  # every rank of a torchrun started by hand reads the same config
-        write_line(sys.stderr, error.render())
+        write_error(error.render())
         sys.exit(error.exit_code)
     except OSError as error:  # of a file that is named, else of the output
         if "--debug" in words:
             raise
         sys.stdout = None  # it would be tried again at the end, and tell a trace
         file = f"{shown(os.fsdecode(error.filename))}: " if isinstance(error.filename, (str, bytes)) else ""
-        write_line(sys.stderr, f"Error: {program}: {file}{error.strerror or error}")
+        write_error(f"Error: {program}: {file}{error.strerror or error}")
         sys.exit(1)
     raise AssertionError("click leaves by itself")
 
@@ -85,7 +85,7 @@ def run_command(command: click.Command, words: Sequence[str], program: str) -> N
         typed = f"python {program}" if program.partition(" ")[0] == "train.py" else program
         raise in_two_parts(error, command, typed) from None
     except click.Abort:
-        write_line(sys.stderr, "interrupted")
+        write_error("interrupted")
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 

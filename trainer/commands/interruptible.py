@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import click
 
 from trainer.commands.help import Command
-from trainer.console import write_line
+from trainer.console import write_error
 
 
 def interruptible(told: str, **by_option: str) -> type[Command]:
@@ -24,7 +23,7 @@ def interruptible(told: str, **by_option: str) -> type[Command]:
             except KeyboardInterrupt:
                 if os.environ.get("RANK", "0") == "0":
                     words = (words for option, words in by_option.items() if ctx.params.get(option))
-                    write_line(sys.stderr, next(words, told))
+                    write_error(next(words, told))
                 ctx.exit(130)
 
     return Interruptible

@@ -23,7 +23,7 @@ from types import FrameType
 import torch
 import torch.distributed as torch_dist
 
-from trainer.console import write_line
+from trainer.console import write_error
 from trainer.dist import Dist, control_timeout_s
 from trainer.failures import diagnose
 from trainer.failures.heartbeat import SILENT_S, Heartbeat, Observer, Verdict, judge
@@ -187,7 +187,7 @@ class Watchdog:
         hint = HINTS[verdict.kind].format(stacks=stacks / f"rank_{verdict.ranks[0]}.txt")
         message = f"Error: {verdict.message}\nhint: {hint}"
         if diagnose.claim_failure(self._peers.run_dir, verdict.ranks[0], message):
-            write_line(sys.stderr, f"[rank {self._peers.rank}] {message}")
+            write_error(f"[rank {self._peers.rank}] {message}")
 
     def _dump(self, *, loud: bool) -> None:
         """All threads' stacks into the run folder, and into this rank's log if the others wait for it."""
@@ -198,7 +198,7 @@ class Watchdog:
                 faulthandler.dump_traceback(file)
             write_collectives(path.with_name(f"collectives_rank_{self._peers.rank}.json"))
             if loud:
-                write_line(sys.stderr, f"[rank {self._peers.rank}] stacks of all threads:\n{path.read_text()}")
+                write_error(f"[rank {self._peers.rank}] stacks of all threads:\n{path.read_text()}")
 
     def _follow(self, failure: str) -> None:
         """End this rank after another one's failure; its words are repeated only where they are not read already."""
@@ -206,7 +206,7 @@ class Watchdog:
         if int(rank) == self._peers.rank:
             return
         if diagnose.claim_failure(self._peers.run_dir, int(rank), message):
-            write_line(sys.stderr, f"[rank {self._peers.rank}] rank {rank} failed: {message}")
+            write_error(f"[rank {self._peers.rank}] rank {rank} failed: {message}")
         leave(1)
 
     def _end_without_store(self, error: RuntimeError) -> None:
@@ -215,7 +215,7 @@ class Watchdog:
             f"({str(error).splitlines()[0]})"
         )
         if diagnose.claim_failure(self._peers.run_dir, self._peers.rank, message):
-            write_line(sys.stderr, f"[rank {self._peers.rank}] {message}")
+            write_error(f"[rank {self._peers.rank}] {message}")
         leave(1)
 
     def _has(self, *keys: str) -> bool:
@@ -261,13 +261,13 @@ def process_ended(beat: Heartbeat) -> bool | None:
     """Whether the process that sent a beat has ended; None when that is another machine's business."""
     if beat.machine != machine_id():
         return None
-    try:
-        state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return True if Path("/proc/self").exists() else None
-    except OSError:
-        return None
-    return state in ("Z", "X")
+    with suppress(OSError):
+        try:
+            state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True if Path("/proc/self").exists() else None
+        return state in ("Z", "X")
+    return None
 
 
 _LIBRARIES = (sysconfig.get_paths()["stdlib"], f"{os.sep}site-packages{os.sep}")

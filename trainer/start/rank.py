@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.console import write_line
+from trainer.console import write_error, write_line
 from trainer.dist import Dist, control_timeout_s, on_rank0, start_dist, stop_dist
 from trainer.errors import ConfigError, UserError
 from trainer.failures import diagnose
@@ -131,9 +131,9 @@ def tell_failure(error: BaseException, run_dir: Path | None, *, debug: bool) -> 
     elif rank != 0 and diagnose.is_ours(error):
         launch.let_rank_0_tell()  # as a rule all have found the same, before there was a run folder
     if debug:
-        write_line(sys.stderr, "".join(traceback.format_exception(error)).rstrip("\n"))
+        write_error("".join(traceback.format_exception(error)).rstrip("\n"))
     tag = f"[rank {rank}] " if "RANK" in os.environ else ""
-    write_line(sys.stderr, f"{tag}{message}")
+    write_error(f"{tag}{message}")
     return code
 
 

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     # not this folder: its names would hide other packages
     sys.path[0] = str(next(folder.parent for folder in Path(__file__).absolute().parents if folder.name == "trainer"))
 
-from trainer.console import write_line
+from trainer.console import write_error
 from trainer.failures.diagnose import FAILURE_FILE
 from trainer.schema import OUTCOME_FILE, RUN_DIR_ENV
 from trainer.typed import InvalidData, read_json
@@ -69,10 +69,9 @@ def report(error: ChildFailedError, run_dir: Path) -> int:
     rank, failure = first_failure(error.failures, told_by=_read(run_dir / FAILURE_FILE).rank)
     if failure.exitcode >= 0:
         return failure.exitcode
-    with suppress(OSError):  # a terminal that is gone must not cost the exit code
-        write_line(sys.stderr, f"Error: rank {rank} was ended by {failure.signal_name()}")
-        if -failure.exitcode in LIKELY:
-            write_line(sys.stderr, f"hint: {LIKELY[-failure.exitcode]}")
+    write_error(f"Error: rank {rank} was ended by {failure.signal_name()}")
+    if -failure.exitcode in LIKELY:
+        write_error(f"hint: {LIKELY[-failure.exitcode]}")
     return 128 - failure.exitcode
 
 

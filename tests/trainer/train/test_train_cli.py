@@ -62,6 +62,13 @@ def test_output_without_room_is_one_line():
     assert (done.returncode, done.stderr) == (1, b"Error: train.py: No space left on device\n")
 
 
+def test_error_that_finds_no_room_keeps_its_exit_code():
+    for program in ("train.py", "deploy.py"):
+        with Path("/dev/full").open("wb") as full:
+            done = subprocess.run([sys.executable, program, "no-such.yaml"], cwd=REPO, stderr=full)
+        assert done.returncode == 2, program
+
+
 def test_folder_of_checkpoints_that_cannot_be_read_is_named_in_one_line(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.symlink_to("checkpoints")

@@ -466,7 +466,7 @@ class Kernel:
         for process in [*self.processes.values(), *self.graves]:
             process.is_over = True
             for thread in process.threads:
-                if thread.greenlet and not thread.greenlet.dead:
+                while thread.greenlet and not thread.greenlet.dead:  # a clean-up may wait for another thread
                     self.current = thread
                     thread.greenlet.throw(Killed)
         self.current = None
