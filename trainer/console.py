@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -39,8 +38,10 @@ def write_line(stream: TextIO, text: str) -> None:
 def write_error(text: str) -> None:
     """Prints a failing process's message. If stderr cannot be written (full disk, closed terminal), the process must
     still end as it would have."""
-    with suppress(OSError, ValueError, AttributeError):  # it may be closed, or None
+    try:
         write_line(sys.stderr, text)
+    except (OSError, ValueError, AttributeError):  # it may be closed, or None
+        sys.stderr = None  # Python would write the rest of it at its end, and end with 120
 
 
 def write_json(value: object) -> None:

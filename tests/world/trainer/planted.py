@@ -137,8 +137,8 @@ PLANTED = {
     ),
     "code lost with the terminal": Planted(
         "trainer.console",
-        "    with suppress(OSError, ValueError, AttributeError):  # it may be closed, or None\n",
-        "    if True:\n",
+        "    except (OSError, ValueError, AttributeError):  # it may be closed, or None\n",
+        "    except ImportError:\n",
         seed=10010423,
     ),
 }
