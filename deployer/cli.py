@@ -36,8 +36,8 @@ from deployer.terminal import (
 
 HELP = """Launch a job on any machine you can ssh to, watch it, pull its results.
 
-`deploy.py CONFIG` means `deploy.py run CONFIG`. A job keeps running when this program ends or the network fails. `ps`,
-`logs`, `stop` and `pull` find it again by its ID.
+`deploy.py CONFIG` means `deploy.py run CONFIG`. A job keeps running when this program ends or the network fails. `ps`
+lists it; `logs`, `stop` and `pull` take its ID.
 
 \b
 Examples:

@@ -34,7 +34,10 @@ EXIT_CODES = (
     ExitCode(UNREAD, "Nothing reads the output any more. A job that was started keeps running."),
     ExitCode(STOPPED, "The job was stopped."),
 )
-OWN = "The job's own code: that of the rank that failed first, 128+N for signal N. It wins over 74."
+OWN = (
+    "The job's own code: that of the rank that failed first, or of a setup that failed; 128+N for signal N. It wins "
+    "over 74."
+)
 
 
 def as_rows() -> list[tuple[str, str]]:

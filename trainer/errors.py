@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from trainer.console import shown
@@ -9,6 +10,7 @@ from trainer.words import shortened
 
 COMMAND_LINE = "the command line"
 MAX_MESSAGE = 900
+_PLACE = re.compile(r"(?P<file>[^:]+):(?P<line>[1-9]\d{0,8})(?:: |$)")
 SHORT_HINT = 100
 """A list of all keys is no help beside twenty of its kind."""
 MAX_MISTAKES = 50
@@ -42,6 +44,24 @@ class UserError(Exception):
 
     def render(self) -> str:
         return f"Error: {self}"
+
+    def as_json(self) -> dict[str, object]:
+        """For a script: the keys of the deployer's errors, each always there (docs/automation.md)."""
+        lines = [self.where] if isinstance(self.where, str) else self.where
+        return {
+            "code": "usage",
+            "message": self.message,
+            "where": [_place(line) for line in lines if line],
+            "hint": self.hint or None,
+            "next": None,
+            "id": None,
+            "exit_code": self.exit_code,
+        }
+
+
+def _place(line: str) -> dict[str, object]:
+    found = _PLACE.match(line)
+    return {"text": line, "file": found and found["file"], "line": int(found["line"]) if found else None}
 
 
 class ConfigError(UserError):

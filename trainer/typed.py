@@ -1,5 +1,4 @@
-"""Values at the edges: JSON of a file that others may have written, and the type that it must have, become a value or a
-InvalidData.
+"""Turns JSON of a file that others may have written into a typed value, or raises InvalidData.
 
 A type is a frozen dataclass whose fields are of str, bool, int, float, Literal, tuple[T, ...], tuple[T, U], list[T],
 dict[str, T], Any, unions of these, and further dataclasses; a `Within` beside a number is its range. Nothing is

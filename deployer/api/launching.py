@@ -52,9 +52,10 @@ def launch(
 
     `what`: the path of a config or a task file, or a program as a list of words: `["python", "my_train.py"]`. Defaults
     of the project's pyproject.toml and of the user's config.toml count as they do for `run`.
-    `host`: as after --ssh; None: what the config names, else this machine. `cwd`: the project's folder, else the
-    present one. `detach=False` follows the job to its end first, as Job.wait() does. `options` are those of the command
-    `run` by their names: `max_restarts=3, queue=True, torchrun=True, python="/opt/conda/bin/python"`.
+    `host`: as after --ssh; None: what the config names, else the default `host`, else this machine. `cwd`: the
+    project's folder, else the present one. `detach=False` follows the job to its end first, as Job.wait() does.
+    `options` are those of the command `run` by their names: `max_restarts=3, queue=True, torchrun=True,
+    python="/opt/conda/bin/python"`.
 
     TypeError for an option that there is not. UsageError for a mistake, before anything is sent; ConnectError and
     HostError when the host cannot be reached or refuses. LostConnection when the job may have been started: `jobs()`

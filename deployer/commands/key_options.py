@@ -70,8 +70,8 @@ JOB = (
     _row(
         "--device",
         "target.device",
-        "auto or cuda: run on GPUs, never on the CPU instead. cpu: run without GPUs; --gpus 0,1 then means two "
-        "processes.",
+        "auto and cuda are the same: run on GPUs. Without a GPU it is an error, except for a program without --gpus. "
+        "cpu: run without GPUs; --gpus 0,1 then means two processes.",
         type=click.Choice(["auto", "cuda", "cpu"]),
     ),
     _row("--name", "run.name", "Name of the run; the job's ID begins with it.", metavar="NAME"),

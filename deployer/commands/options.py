@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 PULL_MAX = "2GB"
+PULL_LIMIT = (
+    "Limit for all results together. Beyond it, files that you name, export, traces and checkpoints stay on the host; "
+    "logs and metrics always come. 0: no limit"
+)
 MOST_JOBS = 30
 """That one can go through."""
 WAYS = ("auto", "fabric", "openssh")
@@ -216,8 +220,8 @@ NOTIFY = click.option(
     "--notify",
     multiple=True,
     metavar="URL|CMD",
-    help="Report start, failure, restart and end: the host posts to a URL, this client runs a command. Repeatable "
-    "[$TORCHFERRY_NOTIFY].",
+    help="Report start, failure, restart and end: with a URL the host posts to it, with a command this client runs it. "
+    "Repeatable [$TORCHFERRY_NOTIFY].",
 )
 
 
@@ -231,7 +235,7 @@ def with_results(command: Callable[..., Any]) -> Callable[..., Any]:
         "--pull-max",
         default=PULL_MAX,
         metavar="SIZE",
-        help=f"Limit for all results together; the rest stays on the host. 0: no limit [{PULL_MAX}].",
+        help=f"{PULL_LIMIT} [{PULL_MAX}].",
     )
     return detach(no_pull(pull_max(NOTIFY(command))))
 

@@ -18,7 +18,7 @@ TRAINER = CLIENT_ROOT / "train.py"
 FORWARDED = {
     "train": ("Train on this machine from a config file.", ()),
     "inspect": ("Show what a config would train on, and how; needs no GPU.", ("--inspect",)),
-    "calibrate": ("Find the fastest micro-batch size on these GPUs in at most two minutes.", ("--calibrate",)),
+    "calibrate": ("Find the fastest micro-batch size on these GPUs in two minutes.", ("--calibrate",)),
     "init": ("Write a short file to start from: lora, sft, pretrain or task.", ()),
     "convert": ("Convert a SkyPilot or dstack task into a task file.", ()),
     "keys": ("Show the keys of a config and what they mean.", ()),

@@ -33,7 +33,7 @@ class Watcher:
         """The host has reported that the last request started nothing."""
 
     def started(self, ack: Ack) -> None:
-        """The host has acknowledged the job; `stopping`: it also stops the job, as requested."""
+        """The host has acknowledged the job; `ack.stopping`: it also stops the job, as requested."""
 
     def state(self, status: Status) -> None:
         """Called with the new status whenever the host sends one."""

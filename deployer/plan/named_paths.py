@@ -209,7 +209,7 @@ def _pieces(folder: str, project: Path, code: Scan) -> list[str]:
 
 
 def _files_of(path: str, folder: str, project: Path) -> Iterator[str]:
-    """The files of a part of a folder, without those that are always left out."""
+    """The files of a part of a folder, without those that are left out without any rule."""
     inner = os.path.relpath(path, folder)
     is_dir = (project / path).is_dir()
     parts = inner.split("/")

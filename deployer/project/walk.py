@@ -279,7 +279,7 @@ def _kind(mode: int) -> str:
 
 
 def is_junk(path: bytes, *, is_dir: bool) -> bool:
-    """Whether a path below any folder is always left out."""
+    """Whether a path below any folder is left out without any rule."""
     return decide([_INSIDE], path, is_dir) is not None
 
 

@@ -254,7 +254,7 @@ class Work:
         return batch
 
     def done(self) -> None:
-        """Marks one piece as received."""
+        """One piece is not in flight any more, whatever its result."""
         with self._changed:
             self._in_flight -= 1
             self._changed.notify_all()

@@ -66,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if launch.is_under_torchrun(os.environ) and os.environ["RANK"] != "0":
             launch.let_rank_0_tell()  # every rank of a torchrun started by hand reads the same config
         write_error(error.render())
+        if "--json" in words:
+            with suppress(OSError):  # the exit code says enough
+                write_json({"error": error.as_json()})
         sys.exit(error.exit_code)
     except OSError as error:  # of a file that is named, else of the output
         if "--debug" in words:

@@ -13,8 +13,8 @@ from trainer.console import write_json, write_line
 
 HELP = """Write a run's checkpoint in Hugging Face format.
 
-RUN is a run folder (runs/NAME, or results/ID after a pull) or one of its checkpoints. The new folder holds safetensors,
-configs, tokenizer and chat template; of a LoRA run it holds adapter/ in PEFT's format.
+RUN is a run folder (runs/NAME-DATE-TIME, or results/ID after a pull with --checkpoint) or one of its checkpoints. The
+new folder holds safetensors, configs, tokenizer and chat template; of a LoRA run it holds adapter/ in PEFT's format.
 
 This process reads the checkpoint on the CPU, whatever number of ranks saved it. Before the folder gets its name,
 transformers opens it, and its weights and logits are compared.

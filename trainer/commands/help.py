@@ -87,10 +87,10 @@ Examples:
 
 Exit codes: 0 shown; 1 failed; 2 a mistake in the config, the command or the data; 128+N ended by signal N.
 """
-CALIBRATION = """Find the fastest micro-batch size on these GPUs in at most two minutes.
+CALIBRATION = """Find the fastest micro-batch size on these GPUs in two minutes.
 
-The command times micro-batch sizes and names the best one. It trains nothing and makes no run folder. KEY=VALUE
-overrides a key of CONFIG.
+The command times micro-batch sizes for at most two minutes and names the best one. It trains nothing and makes no run
+folder. KEY=VALUE overrides a key of CONFIG.
 
 \b
 Examples:

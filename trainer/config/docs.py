@@ -33,8 +33,9 @@ Made from `trainer/schema/` by `make docs`: change it there.
 A config is a `.py` file that defines `config = Config(...)` with these classes, or YAML with the same sections and
 keys. Any key can be overridden on the command line by its dotted name: `train.steps=50`, `data.train=a.jsonl,b.jsonl`,
 `target.env.NAME=value`, `optim.decay_steps=null`. An unknown key is an error that names the nearest one; a key that can
-have no effect beside the others is either an error or one line before the run. `torchferry inspect CONFIG` shows the
-resulting config. A file that says how a program of your own runs is a task file: [tasks.md](tasks.md).
+have no effect beside the others is either an error or one line before the run. `torchferry inspect CONFIG` shows what
+a run of it would train on, and how (rows, memory, schedule). A file that says how your own program runs is a task file:
+[tasks.md](tasks.md).
 
 "Elsewhere" lists the names of the same thing in transformers, TRL, accelerate, FSDP1 or torchrun. They are not accepted
 as keys; for most of them the error names the key to use.

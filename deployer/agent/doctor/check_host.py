@@ -98,7 +98,7 @@ def _check_enough(size: int, detail: str) -> Check:
 
 
 def check_cpus(seen: int, limits: Limits) -> Check:
-    """`seen`: the number of CPUs that programs get (affinity, cgroup)."""
+    """`seen`: the number of CPUs that programs count (affinity, without the cgroup's limit)."""
     if limits.cpus is None or limits.cpus >= seen:
         return check("CPUs", OK, "%d" % seen)
     detail = "%.3g CPUs may be used, programs see %d" % (limits.cpus, seen)

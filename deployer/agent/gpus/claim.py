@@ -152,7 +152,7 @@ def _refused(view: QueueView, claims: Sequence[Claim], gpu_view: GpuView) -> Age
     taken += list(gpu_view.busy())
     free = [gpu.label for gpu in gpu_view.usable if not any_overlap(gpu.device, taken)]
     offer = "these are free: --gpus %s. Or " % ",".join(free) if free else ""
-    hint = offer + "add --queue to wait, or --allow-busy to run beside what is there"
+    hint = offer + "add --queue to wait, or --allow-busy to share the GPUs with what uses them"
     return AgentError("host", refusal(view, time.time()), hint)
 
 

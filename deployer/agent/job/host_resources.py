@@ -1,5 +1,4 @@
-"""The host's resources that a job uses (file systems, memory, limits, GPUs), sampled while it runs and again at a
-failure.
+"""The host's resources that a job uses: file systems while it runs, and also memory, limits and GPUs at a failure.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -194,7 +193,7 @@ def in_time(read: Callable[[], T], default: T, *, timeout_s: float = ANSWER_S) -
 
 
 class ResourceMonitor:
-    """Samples the resources while the job runs, and once more at a failure."""
+    """Samples the file systems while the job runs, and reads all resources at a failure."""
 
     def __init__(self, found: Mapping[str, str]) -> None:
         self._places = dict(found)

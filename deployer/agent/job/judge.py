@@ -129,8 +129,8 @@ def _without_status(job: Job, damage: str, found: Found, is_locked: bool) -> Sta
 
 def _said_to_have_ended(job: Job, status: Status, found: Found) -> Status:
     """Checks a final status against the processes. A supervisor writes it only after it has ended every process that it
-    could. So the job has not ended if other processes of it run, or if it was not swept and a process of it or its
-    supervisor lives."""
+    could. So the job has not ended if one of its ranks or main processes runs, or a supervisor with any process of it.
+    If it was not swept, any process of it or its supervisor is enough."""
     left = {Process(survivor.pid, survivor.start_time) for survivor in status.remaining}
     ours = set(found.others) - left
     known = {record.program for record in read_ranks(job, status.attempt)} | set(main_processes(status))
@@ -154,8 +154,8 @@ def _damaged(damage: str, found: Found) -> Status:
 
 
 def _orphaned(job: Job, status: Status, found: Found, *, rebooted: bool) -> Status:
-    """The status of a job whose supervisor was killed. While any process of the job runs, it has not ended: the next
-    supervisor ends these processes and writes how the job ended."""
+    """The status of a job whose supervisor was killed. While any process of the job runs, even a leftover, it has not
+    ended: the next supervisor watches the ranks, ends leftovers and writes how the job ended."""
     if found.others:
         return status._replace(state=RUNNING, unsupervised=True)
     if status.state == QUEUED and status.after and not rebooted:

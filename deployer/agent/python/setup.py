@@ -182,7 +182,10 @@ class _Running:
             raise SetupFailed(0, "the setup was ended after %s%s" % (limit, self._words()), hint)
         if code != 0:
             shown = "code %d" % code if code > 0 else "signal %d" % -code
-            hint = "--setup runs in the job's copy of the project; each of its lines must succeed (bash -e, else sh -e)"
+            hint = (
+                "--setup runs in the job's copy of the project; each line of the command must succeed: it runs under "
+                "bash -e, or sh -e if there is no bash"
+            )
             raise SetupFailed(
                 code if code > 0 else 128 - code, "the setup failed with %s%s" % (shown, self._words()), hint
             )

@@ -49,7 +49,7 @@ def how_it_ended(status: Status) -> str:
 
 
 class AwaitedJobs:
-    """The jobs that a job waits for. Call `look` often: it reads them only when it is time to."""
+    """The jobs that a job waits for. Call `poll` often: it reads them only when it is time to."""
 
     def __init__(self, root: Root, ids: Sequence[str], *, now: Callable[[], float] = time.monotonic) -> None:
         self._jobs = {job_id: root.job(job_id) for job_id in ids}

@@ -176,7 +176,7 @@ def gpus(as_json: bool, **place: Any) -> None:
     "max_bytes",
     type=parse_size,
     metavar="SIZE",
-    help="Remove oldest ended jobs until the rest fits in SIZE.",
+    help="Remove the oldest ended jobs until all that Torchferry keeps on the host fits in SIZE.",
 )
 @click.option(
     "--keep-jobs",

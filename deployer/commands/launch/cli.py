@@ -155,7 +155,7 @@ def with_config(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--write", "-o", metavar="FILE", help="Also write the config to this file."),
         click.option("--print", "prints", is_flag=True, help="Print the config and do nothing else."),
-        partial(with_launch, gpus="0"),
+        partial(with_launch, gpus="auto:1"),
     )
     for option in reversed(options):
         command = option(command)
@@ -277,7 +277,7 @@ def resume(job_id: str | None, overrides: tuple[str, ...], give_up_s: float, **o
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @at_a_place
 @click.option("--with-changes", is_flag=True, help="Send the project as it is now, not the files that the job had.")
-@with_keys([row for row in JOB if row is not ROOT], gpus="those of the job")
+@with_keys([row for row in JOB if row is not ROOT], gpus="as the job was launched")
 @click.option("--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help=DRY_RUN)
 @with_results
 @with_limits()

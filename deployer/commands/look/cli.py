@@ -15,6 +15,7 @@ from deployer.commands.options import (
     CONTEXT,
     GIVE_UP,
     JSON,
+    PULL_LIMIT,
     PULL_MAX,
     Command,
     HostCommand,
@@ -119,14 +120,14 @@ def top(job_id: str | None, as_json: bool, **place: Any) -> None:
 @click.option("-f", "--follow/--no-follow", "follow", default=None, help="Follow until the job ends [if it runs].")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Start at the last N lines of each rank.")
 @click.option(
-    "--since", type=parse_since, metavar="10m|TIME", help="Start this long ago or at this time, to the second."
+    "--since", type=parse_since, metavar="10m|TIME", help="Start this long ago or at this time (exact to one second)."
 )
 @click.option("--grep", metavar="RE", help="Show matching lines only; the host applies it after --tail and --since.")
 @click.option("--role", metavar="NAME", help="Show only this role (today a job has one).")
 @click.option("--node", type=click.IntRange(min=0), metavar="N", help="Show only this node (today a job has one).")
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Show only this rank.")
 @click.option(
-    "--attempt", type=click.IntRange(min=1), metavar="A", help="Show only this attempt [the latest and later ones]."
+    "--attempt", type=click.IntRange(min=1), metavar="A", help="Show only this attempt [the latest, then later ones]."
 )
 @click.option("--raw", is_flag=True, help="Print one rank's bytes unchanged, for a file or a pipe.")
 @click.option("--launcher", is_flag=True, help="Also show torchrun's own messages.")
@@ -209,15 +210,13 @@ def report(run: str | None, output: str | None, as_json: bool, **place: Any) -> 
 @at_a_place
 @click.option("--checkpoints", is_flag=True, help="Also pull every complete checkpoint.")
 @click.option("--checkpoint", metavar="STEP|latest", help="Also pull this checkpoint.")
-@click.option(
-    "--pull-max",
-    metavar="SIZE",
-    help=f"Limit for all files together; the rest stays on the host. 0: no limit [{PULL_MAX}; with PATH: 0].",
-)
+@click.option("--pull-max", metavar="SIZE", help=f"{PULL_LIMIT} [{PULL_MAX}; with PATH: 0].")
 @click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
 @click.option("--watch", is_flag=True, help="Pull new files repeatedly until the job has ended.")
 @EVERY
-@click.option("--streams", type=click.IntRange(1, 16), metavar="N", help="Connections [4 for more than 32 MB].")
+@click.option(
+    "--streams", type=click.IntRange(1, 16), metavar="N", help="Connections at once [4 for more than 32 MB, else 1]."
+)
 @JSON
 def pull(
     job_id: str | None,

@@ -80,12 +80,13 @@ def _no_python(said: str) -> FerryError:
     if not where:
         return HostError(
             "the host has no Python 3.8 or newer",
-            hint="install python3 there; the job's own interpreter may be another one (--python)",
+            hint="install python3 there: Torchferry itself needs it; for the job alone, --python names another "
+            "interpreter",
         )
     return HostError(
         "none of the host's interpreters runs as Python 3.8 or newer",
         where=where,
-        hint="repair python3 there, or install one as /usr/bin/python3; the job's own may be another one (--python)",
+        hint="repair python3 there, or install one as /usr/bin/python3; for the job alone, --python names another one",
     )
 
 

@@ -17,6 +17,7 @@ import click
 import pytest
 import yaml
 
+from deployer.errors import FerryError
 from tests.support.ferry import REPO
 from tests.support.limits import HANG_S
 from trainer.commands import cli
@@ -67,6 +68,14 @@ def test_error_that_finds_no_room_keeps_its_exit_code():
         with Path("/dev/full").open("wb") as full:
             done = subprocess.run([sys.executable, program, "no-such.yaml"], cwd=REPO, stderr=full)
         assert done.returncode == 2, program
+
+
+@pytest.mark.parametrize("words", [("keys", "--json", "zzzqq"), ("inspect", "no-such.yaml", "--json")])
+def test_error_of_a_command_with_json_is_json_as_the_deployers_is(words):
+    done = run_train(*words)
+    told = json.loads(done.stdout)["error"]
+    assert done.returncode == told["exit_code"] == 2 and told["message"] in done.stderr
+    assert told.keys() == FerryError("").as_json().keys()
 
 
 def test_folder_of_checkpoints_that_cannot_be_read_is_named_in_one_line(tmp_path):

@@ -27,7 +27,7 @@ RECORDS = (
     "logs",
     "hang",
 )
-"""Files that are of no use without the others."""
+"""The job's own records: of no use without its results."""
 
 
 class _Fetched(NamedTuple):
