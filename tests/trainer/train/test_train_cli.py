@@ -217,7 +217,7 @@ def test_missing_torch_is_one_error_and_no_run_folder(tmp_path):
 def test_help_shows_an_example():
     done = run_train("--help")
     assert done.returncode == 0
-    assert "python train.py configs/01_debug_sft.py target.device=cpu" in done.stdout
+    assert "python train.py my.yaml target.device=cpu" in done.stdout
     assert "python train.py export RUN  " in done.stdout
 
 
