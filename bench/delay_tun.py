@@ -1,7 +1,7 @@
 """Two network namespaces joined by a line with a given round-trip time, delayed packet by packet.
 
-`tc netem` is missing from many kernels, and a user-space TCP proxy acknowledges on behalf of the far end and so hides
-the stalls that a real distance causes. Here the kernel's TCP runs from end to end: every IP packet crosses two TUN
+`tc netem` is missing from many kernels. A user-space TCP proxy acknowledges in place of the far end, and so hides the
+stalls that a real distance causes. Here the kernel's TCP runs from end to end: every IP packet crosses two TUN
 devices and waits half a round trip in between. Needs root and `ip`.
 
     with Line(rtt_ms=100) as line:
@@ -29,7 +29,7 @@ BURST = 256
 
 
 class Line:
-    """The namespaces and the process that delays packets; all gone on exit. `rtt_ms` 0 joins them by a veth pair."""
+    """The namespaces and the process that delays packets; all removed on exit. `rtt_ms` 0 joins them by a veth pair."""
 
     client_ip = "10.78.0.1"
     server_ip = "10.78.0.2"
@@ -41,12 +41,12 @@ class Line:
 
     @property
     def client(self) -> list[str]:
-        """Put before a command, it runs on the client's side."""
+        """A command prefix that runs the command on the client's side."""
         return ["ip", "netns", "exec", self._names[0]]
 
     @property
     def server(self) -> list[str]:
-        """Put before a command, it runs on the server's side."""
+        """A command prefix that runs the command on the server's side."""
         return ["ip", "netns", "exec", self._names[1]]
 
     def __enter__(self) -> Line:
@@ -69,7 +69,7 @@ class Line:
             _ip(f"netns del {name}")
 
     def measured_rtt_ms(self, port: int) -> float:
-        """How long a TCP connection to a listening port of the server takes, the shortest of five."""
+        """The shortest of five times to connect by TCP to a listening port of the server."""
         code = (
             "import socket,sys,time\n"
             "def once():\n"
@@ -128,7 +128,7 @@ def _check(result: int) -> None:
 
 
 def forward(one: int, other: int, delay_s: float) -> None:
-    """Carries packets both ways, each `delay_s` after it came; in order, none lost. Does not return."""
+    """Carries packets both ways, each `delay_s` after its arrival; in order, without loss. Does not return."""
     waiting: dict[int, deque[tuple[float, bytes]]] = {one: deque(), other: deque()}
     outlet = {one: other, other: one}
     selector = selectors.SelectSelector()  # microseconds; epoll rounds up to milliseconds

@@ -136,7 +136,7 @@ def bench_packet(lab: Lab, tree: Path, *, rounds: int) -> None:
 
 
 def first_packets(argv: list[str], server: socket.socket, *, env: Mapping[str, str], cwd: Path) -> dict[str, float]:
-    """Seconds from a client's start to what comes from it."""
+    """Seconds from a client's start to each of its packets."""
     begun = time.perf_counter()
     with subprocess.Popen(argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as client:
         server.settimeout(30.0)
@@ -156,14 +156,14 @@ def first_packets(argv: list[str], server: socket.socket, *, env: Mapping[str, s
 
 @dataclass(frozen=True)
 class Way:
-    """The commands that are compared, from one end of a line to the server at the other."""
+    """The compared commands, from one end of a line to the server at the other."""
 
     lab: Lab
     line: Line
     server: SshServer
     tree: Path
     own_config: Path | None = None
-    """ssh_config of the client, when it is not the server's own."""
+    """The client's ssh_config, if it is not the server's."""
 
     @property
     def ssh(self) -> str:
@@ -230,7 +230,7 @@ def bench_openssh(way: Way, *, rounds: int) -> None:
 
 @contextmanager
 def live_master(way: Way) -> Iterator[Way]:
-    """The same way with a connection of the user's that stays open and is shared."""
+    """The same way with an open connection of the user that is shared."""
     socket, config = way.lab.folder / "master", way.lab.folder / "config-with-master"
     config.write_text(f"ControlPath {socket}\n{way.server.client_config_path.read_text()}")
     warm = replace(way, own_config=config)
@@ -264,11 +264,11 @@ def first_by_tar(way: Way) -> float:
 
 
 def first(way: Way) -> float:
-    """To a root that does not exist, from a client that knows nothing."""
+    """A deploy to a root that does not exist, from a client without any state."""
     root, state = way.server.home / "root", way.lab.folder / "state"
     seconds = way.ours("--remote-root", str(root), state=state)
     with (root / "store" / "spare.lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a spare copy is being made, which must not slow the next round
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a spare copy is being made, and must not slow the next round
     shutil.rmtree(root)
     shutil.rmtree(state)
     return seconds

@@ -31,7 +31,7 @@ START_LIMIT = 5.0
 
 
 class Clock(Watcher):
-    """When the host acknowledged the job."""
+    """The time when the host acknowledged the job."""
 
     started_at = 0.0
 
@@ -51,7 +51,7 @@ def main() -> int:
         os.environ["TORCHFERRY_SSH_CONFIG"] = str(client_config(lab.folder, names, servers))
         prepared = prepared_job(lab.project("project", files=50, size_bytes=500_000))
         hosts = [(names[n % len(names)], root_of(servers[n % len(names)], n)) for n in range(chosen.hosts + 1)]
-        launch_all(hosts, prepared, "agents")  # every host has the agent and the tree by now
+        launch_all(hosts, prepared, "agents")  # now every host has the agent and the tree
         (single,) = launch_all(hosts[-1:], prepared, "single")
         before = time.process_time(), total_cpu_s()
         begun = time.perf_counter()
@@ -78,7 +78,7 @@ def prepared_job(project: Path) -> Prepared:
 
 
 def launch_all(hosts: list[tuple[str, str]], prepared: Prepared, name: str) -> list[float]:
-    """Seconds from the beginning of all to each host's acknowledgement. RuntimeError when one has none."""
+    """Seconds from the common start to each host's acknowledgement. Raises RuntimeError if one does not acknowledge."""
     clocks, begun = [Clock() for _ in hosts], time.perf_counter()
     threads = [
         threading.Thread(target=launch, args=(host, prepared, f"fan-{name}", clock))

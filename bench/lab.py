@@ -1,4 +1,4 @@
-"""What the benchmarks share: a project, a client's home, a server over a line, and how times are taken and judged."""
+"""The common parts of the benchmarks: a project, a client's home, a server over a line, and timing and judging."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Lab:
 
     @contextmanager
     def host(self, rtt_ms: float, name: str = "host") -> Iterator[tuple[Line, SshServer]]:
-        """A server at the other end of a line with that round trip."""
+        """A server at the other end of a line with this round-trip time."""
         folder = self.folder / f"{name}-{rtt_ms:g}"
         with Line(rtt_ms) as line, start_sshd(folder, address=line.server_ip, run_by=line.server) as server:
             took = line.measured_rtt_ms(server.port)
@@ -72,7 +72,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def require(*programs: str, namespaces: bool = False) -> None:
-    """Ends the benchmark with a sentence when a program is not here, or root where network namespaces are made."""
+    """Ends the benchmark with a sentence if a program is missing, or root for network namespaces."""
     absent = [name for name in programs if shutil.which(name) is None]
     if namespaces and os.getuid() != 0:
         absent.append("root, to make network namespaces")
@@ -84,7 +84,7 @@ def require(*programs: str, namespaces: bool = False) -> None:
 
 
 def timed(argv: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> float:
-    """Seconds from start to end. RuntimeError with its words when the command fails."""
+    """Seconds from start to end. Raises RuntimeError with stderr if the command fails."""
     begun = time.perf_counter()
     done = subprocess.run(argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     seconds = time.perf_counter() - begun
@@ -109,7 +109,7 @@ def time_to_first_byte(argv: Sequence[str], expected: bytes, *, env: Mapping[str
 
 
 def interleave(ways: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: int = 1) -> dict[str, float]:
-    """The median seconds of each way, run in turn, after rounds that do not count."""
+    """The median seconds of each way. The ways run in turn, after warm-up rounds that do not count."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + warm_up):
         for name, run in ways.items():
@@ -130,7 +130,7 @@ def peak_memory_mib(process: subprocess.Popen[bytes]) -> float:
 
 
 def report(name: str, ours: float, theirs: float, *, by: str, limit: float | None = None) -> None:
-    """One line: the ratio of two times, both in milliseconds, and whether it is within its limit."""
+    """Prints one line: the ratio of two times, both in milliseconds, and whether it is within its limit."""
     print(f"{name:22} {ours / theirs:6.2f} x {by}  [{ours * 1000:,.0f} / {theirs * 1000:,.0f} ms]", end="")
     print(judged(ours / theirs, limit), flush=True)
 

@@ -24,7 +24,7 @@ LATENCY_LIMIT_S = 0.150
 MEMORY_LIMIT_MIB = 100e6 / 2**20
 LINES = 400
 
-# prints blocks of numbered 100-byte lines, `rate` MB a second (0: as fast as it can)
+# prints blocks of numbered 100-byte lines, `rate` MB a second (0: at full speed)
 WRITER = """
 import sys, time
 total, rate, block = int(sys.argv[1]), float(sys.argv[2]), 5000
@@ -69,7 +69,7 @@ def job(program: str, *arguments: object) -> list[str]:
 
 
 def bench_stream(lab: Lab, name: str, size_bytes: int, *, rate_mb_s: float) -> None:
-    """A numbered log that is written at a rate, compared byte by byte with what it must be."""
+    """Follows a numbered log that is written at a rate, and compares it byte by byte with the expected log."""
     output = lab.folder / "log.out"
     with start_sshd(lab.folder / f"log-{name}") as server, output.open("wb") as file:
         argv, env = job(WRITER, size_bytes, rate_mb_s), lab.client_env(server)
@@ -88,7 +88,7 @@ def bench_stream(lab: Lab, name: str, size_bytes: int, *, rate_mb_s: float) -> N
 
 
 def first_difference(path: Path, size_bytes: int) -> int | None:
-    """Where a file of numbered lines is not what was printed; None when it is."""
+    """The offset at which a file of numbered lines differs from the printed lines; None if it does not."""
     with path.open("rb") as f:
         for first in range(0, size_bytes // 100, 10_000):
             expected = b"".join(b"%099d\n" % n for n in range(first, min(first + 10_000, size_bytes // 100)))
@@ -118,7 +118,7 @@ def bench_latency(lab: Lab, rtt_ms: float) -> None:
 
 
 def lateness(descriptor: int) -> list[float]:
-    """Seconds between each printed time and its arrival here; both ends share this machine's clock."""
+    """Seconds between each printed time and its arrival here; both sides share this machine's clock."""
     held, late = b"", []
     while data := os.read(descriptor, 1 << 16):
         now = time.time()

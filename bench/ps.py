@@ -52,7 +52,7 @@ def start_slow_host(folder: Path, name: str, late_s: float) -> SshServer:
 
 
 def client_config(folder: Path, names: list[str], servers: list[SshServer]) -> Path:
-    """One file of ssh_config with an alias for each host."""
+    """One ssh_config file with an alias for each host."""
     path = folder / "ssh_config"
     parts = zip(names, servers, strict=True)
     path.write_text(
@@ -62,7 +62,7 @@ def client_config(folder: Path, names: list[str], servers: list[SshServer]) -> P
 
 
 def write_records(folder: Path, names: list[str]) -> None:
-    """A job on every host, as if it had been launched from here."""
+    """Records a job on every host, as if it had been launched from here."""
     folder.mkdir(parents=True)
     for name in names:
         record = {"job_id": f"job-{name}", "name": "job", "ssh": name, "root": "~/.torchferry", "results": ""}
@@ -70,7 +70,7 @@ def write_records(folder: Path, names: list[str]) -> None:
 
 
 def check_all_answer(ps: list[str], env: dict[str, str], folder: Path, names: list[str]) -> None:
-    """Also brings the agent to every host. RuntimeError when one cannot be asked: it would make `ps` look fast."""
+    """Also brings the agent to every host. Raises RuntimeError if one does not answer: it would make `ps` look fast."""
     done = subprocess.run(ps, env=env, cwd=folder, capture_output=True, text=True)
     without_agent = [name for name in names if not (folder / name / "home" / ".torchferry" / "agent").exists()]
     if done.returncode or without_agent or "unreachable" in done.stdout:

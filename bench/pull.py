@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def make_big(folder: Path, size_bytes: int) -> None:
-    """Four files of random bytes, the same every time."""
+    """Makes four files of random bytes, the same every time."""
     folder.mkdir(parents=True)
     source = random.Random(0)
     for number in range(4):
@@ -56,7 +56,7 @@ def make_big(folder: Path, size_bytes: int) -> None:
 
 
 def make_small(folder: Path, _: int) -> None:
-    """1,000 files of 1 kB in 10 folders."""
+    """Makes 1,000 files of 1 kB in 10 folders."""
     source = random.Random(0)
     for number in range(1000):
         path = folder / f"part{number % 10}" / f"{number:04d}.json"
@@ -78,7 +78,7 @@ class Way:
         return self._time(sys.executable, DEPLOY, *words, "--to", str(self._target()))
 
     def first_contact(self) -> None:
-        """Brings the agent there and compiles our modules: neither is part of a pull."""
+        """Installs the agent on the host and compiles our modules: neither is part of a pull."""
         self._run(sys.executable, DEPLOY, "ps", "--ssh", ALIAS, "--remote-root", str(self.root))
 
     def rsync(self, flags: str) -> float:
@@ -99,7 +99,8 @@ class Way:
         return self.lab.folder / "home-coming"
 
     def _check(self) -> None:
-        """RuntimeError unless every file has come in its size: a pull that brings less is no faster one."""
+        """Raises RuntimeError unless every file has arrived with its full size: an incomplete pull is not a faster
+        one."""
         came = sizes(self.lab.folder / "home-coming" / "export")
         if came != sizes(self.root / "jobs" / JOB_ID / "export"):
             raise RuntimeError(f"{len(came)} files have come, and not all that there are")

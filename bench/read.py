@@ -33,11 +33,11 @@ SEQ_LEN = 2048
 READS = 20_000
 BLOCK_ROWS = 4096
 Work = Callable[[], float]
-"""Does it once, and gives how many (or how many GB) were read."""
+"""Does the work once, and returns how many items (or GB) were read."""
 
 
 class MappedFile(TokenFile):
-    """A token file whose documents are read through a map."""
+    """A token file whose documents are read through a memory map."""
 
     def __init__(self, file: OpenFile, header: TokenHeader) -> None:
         super().__init__(file, header)
@@ -46,7 +46,7 @@ class MappedFile(TokenFile):
         self._mapped_ids, self._targets, self._names = parts["ids"].view("<i4"), parts["targets"], parts["names"]
 
     def part(self, index: int, begin: int, end: int) -> Encoded:
-        """As TokenFile's, with the look at the file's size and time that a map needs beside it."""
+        """Like TokenFile's, plus the check of the file's size and time that a map needs in addition."""
         self.path.stat()
         first, last = int(self._offsets[index]) + begin, int(self._offsets[index]) + end
         ids = self._mapped_ids[first:last].copy()
@@ -69,13 +69,13 @@ def write_tokens(path: Path, lengths: np.ndarray, *, has_targets: bool) -> Token
 
 
 def documents(folder: Path) -> tuple[Work, Work]:
-    """Conversations of 50 to 800 tokens, in random order: ours, the map's."""
+    """Conversations of 50 to 800 tokens, in random order: read by ours, and by the map."""
     ours = write_tokens(folder / "rows.tokens", np.random.default_rng(1).integers(50, 800, 50_000), has_targets=True)
     return reading(ours, len(ours)), reading(MappedFile.open(ours.path), len(ours))
 
 
 def pieces(folder: Path) -> tuple[Work, Work]:
-    """Rows of 2048 tokens of long documents, in random order: ours, the map's."""
+    """Rows of 2048 tokens from long documents, in random order: read by ours, and by the map."""
     file = write_tokens(folder / "a.tokens", np.random.default_rng(2).integers(1000, 30_000, 2000), has_targets=False)
     ours, mapped = (PieceStore([each], seq_len=SEQ_LEN) for each in (file, MappedFile.open(file.path)))
     return reading(ours, len(ours)), reading(mapped, len(ours))
@@ -93,7 +93,7 @@ def reading(store: Store, count: int) -> Work:
 
 
 def weights(folder: Path) -> tuple[Work, Work]:
-    """GB of bf16 matrices in blocks, cast to fp32 parameters: ours, safetensors' map."""
+    """GB of bf16 matrices in blocks, cast to fp32 parameters: read by ours, and by safetensors' map."""
     path = folder / "model.safetensors"
     save_file({f"layer{n}": torch.randn(BLOCK_ROWS * 4, 1024).bfloat16() for n in range(16)}, path)
     target = torch.zeros(BLOCK_ROWS, 1024)
@@ -118,7 +118,7 @@ CASES = {"documents/s": documents, f"rows of {SEQ_LEN}/s": pieces, "weights GB/s
 
 
 def rate(work: Work) -> float:
-    """By the processor's time of this process, so that a busy machine counts less."""
+    """Items per second of this process's CPU time, so that other load on the machine counts less."""
     began = time.process_time()
     return work() / (time.process_time() - began)
 

@@ -30,18 +30,18 @@ from train_processes import leave  # noqa: E402
 from train import begin_report  # noqa: E402
 
 BEFORE, AFTER = 100, 10
-"""Steps before and after the save that are looked at."""
+"""Steps before and after the save that are measured."""
 FEW = 10
-"""Fewer steps beside a save are no measurement."""
+"""Steps beside a save; fewer are no measurement."""
 SAVED = re.compile(r"saved \S+ \(the training waited ([\d.]+) s, written in ([\d.]+) s\)")
 SYNCHRONOUS = "saves stop the training"
-"""Says a run whose saves are not, or no longer, beside the training."""
+"""Printed by a run whose saves are not, or no longer, beside the training."""
 FIXED = ("train.steps", "train.log_every", "train.async_save")
-"""Settings that the figures rest on."""
+"""Settings that the measurement depends on."""
 
 
 def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The options, and the settings of the config; ends with 2 where they make no sense."""
+    """The options, and the settings of the config. Exits with 2 if they are invalid."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", default="1.5b", choices=list(SHAPES), help="a shape of bench/train.py")
     made.add_argument("--gpus", type=int, default=1, help="GPUs, or processes on the CPU")
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def has_ended(metrics: str, log: str, save_every: int) -> bool:
-    """Whether the save has ended and some steps after it, or the next one has come, which waits for it."""
+    """Whether the save and some steps after it have ended, or the next save has come, which waits for the first."""
     steps_s = [record["step_s"] for record in step_records(metrics)]
     if len(steps_s) >= 2 * save_every:
         return True
@@ -107,7 +107,7 @@ def has_ended(metrics: str, log: str, save_every: int) -> bool:
 
 
 def why_none(metrics: str, log: str, save_every: int) -> str:
-    """Why a run says nothing of a save beside the training."""
+    """Why a run gives no figures of a save beside the training."""
     synchronous = [line for line in log.splitlines() if SYNCHRONOUS in line]
     if synchronous:
         return f"the save was not beside the training: {synchronous[0]}"
@@ -118,14 +118,15 @@ def why_none(metrics: str, log: str, save_every: int) -> str:
 
 
 def split_steps(steps_s: Sequence[float], at: int, *, written_s: float) -> dict[str, list[float]]:
-    """Seconds of the steps before a save at a step, during it and after it."""
+    """Seconds of the steps before, during and after a save at a step."""
     before, later = list(steps_s[max(1, at - BEFORE) : at]), list(steps_s[at : 2 * at])
     count = 1 + sum(end < written_s for end in accumulate(later[:-1]))
     return {"before": before, "during": later[:count], "after": later[count : count + AFTER]}
 
 
 def table(parts: dict[str, list[float]]) -> list[str]:
-    """Lines: of each part how many steps, their mean and slowest in ms, and both over the mean of those before."""
+    """Lines with, for each part, its number of steps, their mean and slowest in ms, and both divided by the mean
+    before."""
     usual = statistics.mean(parts["before"])
     lines = [
         "| steps | number | mean ms | slowest ms | mean / mean before | slowest / mean before |",

@@ -24,7 +24,7 @@ from lab import DEPLOY, Lab, interleave, parser_of, report, timed
 HELP_LIMIT = 2.0
 REDRAW_S = 0.1
 QUIET_S = 0.03
-"""Nothing more written for this long: the screen is drawn."""
+"""Seconds without further output after which the screen counts as drawn."""
 WRITES = """
 import json, os, time
 with open(os.environ["TORCHFERRY_RUN_DIR"] + "/metrics.jsonl", "w") as file:
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def redraws(lab: Lab, keys: int) -> list[float]:
-    """Seconds from each key to the end of what is drawn for it."""
+    """Seconds from each key to the end of its output."""
     project = lab.folder / "project"
     project.mkdir()
     (project / "writes.py").write_text(WRITES)
@@ -89,7 +89,7 @@ def redraws(lab: Lab, keys: int) -> list[float]:
 
 
 def drawn(fd: int, wait_s: float = 0.0) -> float:
-    """Reads until nothing more comes; when the last bytes came."""
+    """Reads until no more output comes; returns the time of the last bytes."""
     last, within_s = time.perf_counter(), wait_s
     while select.select([fd], [], [], within_s)[0]:
         os.read(fd, 1 << 16)

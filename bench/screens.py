@@ -1,4 +1,4 @@
-"""The screens of docs/seeing.md, made anew: real small runs on this machine's CPU, and what the commands show of them.
+"""Writes the screens of docs/seeing.md again, from real small runs on this machine's CPU and the commands' output.
 
 python bench/screens.py            writes docs/screens/
 """
@@ -28,13 +28,13 @@ SETTINGS = [
 ]
 MOST_BYTES = 150_000
 WATCHED_S = 30.0
-"""For a run to begin, and for top to have seen some of it."""
+"""Seconds for a run to begin and for top to show some of it."""
 CLIENT = "import sys; sys.argv[0] = 'torchferry'; from deployer.cli import main; sys.exit(main())"
 
 
 @dataclass(frozen=True)
 class User:
-    """Somebody with an empty home and a project of one config."""
+    """A user with an empty home and a project with one config."""
 
     home: Path
 
@@ -48,7 +48,7 @@ class User:
         return {**env, "LINES": "32", "TORCHFERRY_STATE_DIR": str(self.home / "state"), "PYTHONUTF8": "1"}
 
     def run(self, *words: str) -> str:
-        """The output of `torchferry` with these words; its errors are this program's."""
+        """The output of `torchferry` with these words; its errors are printed by this program."""
         done = subprocess.run(
             [sys.executable, "-c", CLIENT, *words], cwd=self.project, env=self.env, stdout=subprocess.PIPE, text=True
         )
@@ -91,7 +91,7 @@ def show(user: User) -> None:
 
 
 def show_running(user: User) -> None:
-    """What ps and top show while a third run is under way."""
+    """Writes the output of ps and top while a third run is active."""
     if shutil.which("tmux") is None:
         print("no tmux: ps.txt and top.txt stay as they are")
         return
@@ -117,7 +117,7 @@ def write(file: str, words: Sequence[str], shown: str) -> None:
 
 
 def picture(page: Path, file: Path, scheme: str) -> None:
-    """What a browser shows of a page's beginning, where there is a browser."""
+    """A screenshot of the top of a page, if a browser is installed."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         print(f"no chromium: {file.name} stays as it is")

@@ -55,9 +55,9 @@ from train_report import (  # noqa: E402
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl", "liger-kernel", "torchtitan", "torchao")
 SECONDS = {"ours": 40, "raw": 25, "titan": 25, "hf": 25, "liger": 25, "trl": 30}
-"""About what a row takes, for `--plan`."""
+"""Approximate seconds for a row, for `--plan`."""
 LIMIT_S = 240
-"""For one run of ours."""
+"""Seconds for one run of ours."""
 
 
 def _count(least: int) -> Callable[[str], int]:
@@ -119,7 +119,7 @@ def main() -> int:
 
 
 def choose(cases: Sequence[str], peers: str, only: str | None = None) -> list[Contender]:
-    """The rows of these cases in order, ours first in each; peers that are not installed are named and left out."""
+    """The rows of these cases in order, ours first in each. Peers that are not installed are named and left out."""
     unknown = [case for case in cases if case not in CASES]
     if unknown:
         sys.exit(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
@@ -164,7 +164,7 @@ def show_plan(contenders: Sequence[Contender], rounds: int) -> int:
 
 @dataclass(frozen=True)
 class Bench:
-    """How everything of one call is measured."""
+    """The measuring settings of one call."""
 
     device: str
     gpu: int
@@ -175,7 +175,7 @@ class Bench:
     rounds: int = 1
 
     def run(self, contenders: Sequence[Contender], report: Report) -> Report:
-        """The report with a row for each contender; on disk it has every row as soon as that is measured."""
+        """The report with a row for each contender. Each row is written to disk as soon as it is measured."""
         if any(row.cache for row in contenders):  # so that no row alone reads the packages from a cold disk
             subprocess.run([sys.executable, "-c", "import torch, transformers"], check=False, capture_output=True)
         runs: dict[str, list[Row]] = {}
@@ -235,7 +235,7 @@ class Bench:
 
 
 def begin_report(device: str, former: Path | None) -> Report:
-    """An empty report of this machine, or the former one to be added to."""
+    """An empty report of this machine, or the former one, to be extended."""
     meta = {
         "card": card_name() if device == "cuda" else platform.processor() or "CPU",
         "date": time.strftime("%Y-%m-%d"),
@@ -252,7 +252,7 @@ def begin_report(device: str, former: Path | None) -> Report:
 
 
 def card_name() -> str:
-    """As torch names it; asked of nvidia-smi, for torch would take memory of the card to be measured."""
+    """The GPU's name as in torch, but from nvidia-smi: torch would take memory on the card to be measured."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)

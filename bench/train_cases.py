@@ -1,4 +1,5 @@
-"""What bench/train.py can run: models by their shapes, contenders with their settings, grouped in named cases."""
+"""The rows that bench/train.py can run: models by their shapes, contenders with their settings, grouped in named
+cases."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from functools import partial
 from typing import Any
 
 PEAK_FLOPS = 989e12
-"""Dense bf16 of an H100 or H200 SXM, by the vendor's datasheet."""
+"""Dense bf16 of an H100 or H200 SXM, from the vendor's datasheet."""
 
 SHAPES: dict[str, dict[str, int]] = {
-    # Qwen2.5; "-l14" has half the layers, so that two GPUs hold what four hold of the whole model
+    # Qwen2.5; "-l14" has half the layers, so that it fits two GPUs where the whole model needs four
     "7b": {"hidden": 3584, "inter": 18944, "layers": 28, "heads": 28, "kv": 4, "head_dim": 128, "vocab": 152064},
     "7b-l14": {"hidden": 3584, "inter": 18944, "layers": 14, "heads": 28, "kv": 4, "head_dim": 128, "vocab": 152064},
     "1.5b": {"hidden": 1536, "inter": 8960, "layers": 28, "heads": 12, "kv": 2, "head_dim": 128, "vocab": 151936},
@@ -23,21 +24,21 @@ WORKS = {
     "lora.rank": "LoRA", "lora": "LoRA", "train.float8": "float8", "optim.optimizer": "8-bit AdamW",
     "model.freeze": "frozen", "parallel.cpu_offload": "CPU offload", "train.grad_accum_steps": "accumulation",
 }  # fmt: skip
-"""Options, ours or a peer's, that change what is computed: such rows are compared among themselves only."""
+"""Options, ours or a peer's, that change what is computed: such rows are only compared with each other."""
 
 
 def doc_tokens(model: str) -> tuple[int, int]:
-    """Documents of packed rows have lengths drawn evenly from this range, both ends included."""
+    """The range of document lengths in packed rows, both ends included; lengths are drawn evenly from it."""
     return (4, 32) if model == "tiny" else (256, 2048)
 
 
 def work_of(options: Mapping[str, Any]) -> str:
-    """What a row's options change of the work itself; empty: full training in bf16."""
+    """How a row's options change the work itself; empty: full training in bf16."""
     return ", ".join(WORKS[name] for name in options if name in WORKS)
 
 
 def hf_config(model: str) -> dict[str, Any]:
-    """The config.json of a shape, which ours and Hugging Face's models are built from."""
+    """The config.json of a shape; our models and Hugging Face's are built from it."""
     s = SHAPES[model]
     return {
         "architectures": ["Qwen2ForCausalLM"],
@@ -59,7 +60,7 @@ def hf_config(model: str) -> dict[str, Any]:
 
 
 def count_params(model: str) -> int:
-    """Parameters that take part in a product: without an untied input table, with the head."""
+    """Parameters that take part in a matrix product: with the head, without an untied input table."""
     s = SHAPES[model]
     q, kv = s["heads"] * s["head_dim"], s["kv"] * s["head_dim"]
     layer = s["hidden"] * (2 * q + 2 * kv) + q + 2 * kv + 3 * s["hidden"] * s["inter"] + 2 * s["hidden"]
@@ -67,14 +68,14 @@ def count_params(model: str) -> int:
 
 
 def flops_per_token(model: str, seq_len: int) -> float:
-    """6N + 12·L·H·Dh·T: attention not halved for causality, recomputation not counted."""
+    """6N + 12·L·H·Dh·T: attention is not halved for causality, recomputation is not counted."""
     s = SHAPES[model]
     return 6.0 * count_params(model) + 12.0 * s["layers"] * s["heads"] * s["head_dim"] * seq_len
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One row of a table: who runs what."""
+    """One row of a table: a contender and its settings."""
 
     who: str
     """ours, raw, titan, hf, liger, trl."""
@@ -83,17 +84,17 @@ class Contender:
     micro_batch: int
     gpus: int = 1
     label: str = ""
-    """What is special about its settings, for the table."""
+    """The difference in its settings, for the table."""
     packed: bool = False
-    """Documents packed into rows; otherwise every row is one document of full length."""
+    """Whether documents are packed into rows; otherwise every row is one document of full length."""
     cache: str = ""
-    """A compile cache of this report, empty for the first row that names it; none named: the user's."""
+    """The name of a compile cache of this report, which is empty for the first row with it; "": the user's cache."""
     options: dict[str, Any] = field(default_factory=dict)
     """Overrides of our config, or settings of the peer's script."""
 
     @property
     def key(self) -> str:
-        """Names the row in a baseline."""
+        """The row's name in a baseline."""
         rows = "packed" if self.packed else "fixed"
         return f"{self.who} {self.model} {self.gpus}x{self.micro_batch}x{self.seq_len} {rows} {self.label}".strip()
 
@@ -110,7 +111,7 @@ def contender_of(
     cache: str = "",
     **options: Any,
 ) -> Contender:
-    """A row; options are settings of a peer's script in bench/peers/, or keys of our config, `__` for the dot."""
+    """A row. Options are settings of a peer's script in bench/peers/, or keys of our config with `__` for the dot."""
     named = {name.replace("__", "."): value for name, value in options.items()}
     return Contender(who, model, seq_len, micro_batch, gpus, label, packed, cache, named)
 
@@ -119,7 +120,7 @@ ours = partial(contender_of, "ours")
 
 
 def _small(model: str, batches: tuple[int, int]) -> list[Contender]:
-    """One GPU at 2048 tokens: the smaller micro-batch for all, the larger for those whose best it may be."""
+    """One GPU at 2048 tokens: the smaller micro-batch for all, the larger one where it may be the contender's best."""
     small, large = batches
     return [
         ours(model, 2048, small),
@@ -185,7 +186,7 @@ CASES: dict[str, list[Contender]] = {
         ours("1.5b", 2048, 4, label="frozen embedding", model__freeze="model.embed_tokens.*"),
         ours("1.5b", 2048, 4, label="cpu_offload", target__train_backend="fsdp", parallel__cpu_offload="true"),
         ours("1.5b", 2048, 4, packed=True),
-        ours("1.5b", 2048, 4, packed=True, label="float8", train__float8="on"),  # only packed rows are of one length
+        ours("1.5b", 2048, 4, packed=True, label="float8", train__float8="on"),  # only packed rows have equal lengths
     ],
     "start": [
         ours("1.5b", 2048, 4, label="nothing compiled before", cache="start"),

@@ -1,4 +1,5 @@
-"""Our side of bench/train.py: `train.py` as a user runs it, on a token file and a model's shape, and its metrics."""
+"""Our side of bench/train.py: runs `train.py` like a user, on a token file and a model's shape, and reads its
+metrics."""
 
 from __future__ import annotations
 
@@ -21,16 +22,17 @@ HERE = Path(__file__).resolve().parent
 MORE_STEPS = 1000
 """Steps that are never reached: the run is ended when enough of them are recorded, without a last checkpoint."""
 DATA_STEPS = 64
-"""Steps until rows come again."""
+"""Steps until rows repeat."""
 IsEnough = Callable[[str, str], bool]
-"""Of a run's metrics.jsonl and output so far: whether it may be ended."""
+"""Takes a run's metrics.jsonl and output so far; returns whether the run may be ended."""
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def run_ours(
     contender: Contender, folder: Path, *, device: str, warm: int, steps: int, limit_s: float, gpu: int = 0
 ) -> dict[str, Any]:
-    """What a run of ours in `folder` measured; `failed` says why there is nothing. The run's output is `log.txt`."""
+    """The measurements of a run of ours in `folder`; `failed` has the reason if there are none. Its output is in
+    `log.txt`."""
     metrics, log = run_until(
         contender,
         folder,
@@ -45,7 +47,7 @@ def run_ours(
 def run_until(
     contender: Contender, folder: Path, *, device: str, limit_s: float, is_enough: IsEnough, gpu: int = 0
 ) -> tuple[str, str]:
-    """What a run of ours in `folder`, ended once that is enough, wrote: its metrics.jsonl and its output."""
+    """Runs ours in `folder` until `is_enough`; returns its metrics.jsonl and its output."""
     run_dir, log = folder / "run", folder / "log.txt"
     write_model(contender.model, folder / "model")
     write_tokens(contender, folder / "rows.tokens")
@@ -72,7 +74,7 @@ def run_until(
 
 
 def build_command(contender: Contender, folder: Path, *, device: str, gpu: int) -> list[str]:
-    """`train.py` with the case's overrides; nothing that its defaults would choose."""
+    """`train.py` with the case's overrides, without values that its defaults would choose."""
     settings = {
         "recipe": "pretrain",
         "model.name": str(folder / "model"),
@@ -97,7 +99,7 @@ def build_command(contender: Contender, folder: Path, *, device: str, gpu: int) 
 
 
 def build_environ(contender: Contender, environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The environment of a run; a cache that the row names lies in `folder`."""
+    """The environment of a run; if the row names a cache, it is in `folder`."""
     made = {**environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "4"}
     if contender.cache:
         made = {name: value for name, value in made.items() if name not in CACHE_VARIABLES}
@@ -106,13 +108,13 @@ def build_environ(contender: Contender, environ: Mapping[str, str], folder: Path
 
 
 def write_model(model: str, folder: Path) -> None:
-    """A folder with a config.json alone: random first weights need no more."""
+    """Makes a folder with only a config.json: random initial weights need no more."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf_config(model)))
 
 
 def write_tokens(contender: Contender, path: Path) -> None:
-    """Random documents, the same every time: of a row's length, or of lengths that packing has to put together."""
+    """Random documents, the same every time: with a row's length, or with lengths that have to be packed."""
     from trainer.data.tokenize.chat import Encoded
     from trainer.data.tokenize.token_writer import TokenWriter
     from trainer.data.tokenize.tokenizer import load_tokenizer, vocabulary_hash
@@ -131,7 +133,7 @@ def write_tokens(contender: Contender, path: Path) -> None:
 
 
 def parse_run(metrics: str, log: str, *, warm: int, steps: int) -> dict[str, Any]:
-    """The counted steps of a run, from what it wrote; `failed` with its own last word when they are too few."""
+    """The counted steps of a run, from its output; `failed` with the log's last error if there are too few."""
     recorded = step_records(metrics)
     records = recorded[warm : warm + steps]
     if len(records) < steps:
@@ -151,7 +153,7 @@ def parse_run(metrics: str, log: str, *, warm: int, steps: int) -> dict[str, Any
 
 
 def step_records(metrics: str) -> list[dict[str, Any]]:
-    """The training steps of a metrics.jsonl that may still be written to."""
+    """The training steps in a metrics.jsonl that may still be written."""
     records = [json.loads(line) for line in metrics.splitlines(keepends=True) if line.endswith("\n")]
     return [record for record in records if "step_s" in record]
 

@@ -1,4 +1,4 @@
-"""The peers' side of bench/train.py: one process a GPU runs all settings of a peer, one after another."""
+"""The peers' side of bench/train.py: one process per GPU runs all settings of a peer, one after another."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ NEEDS = {
     "trl": ("transformers", "accelerate", "trl", "datasets", "peft"),
 }
 STALL_S = 120
-"""Without a line for so long a peer counts as hung."""
+"""Seconds without output after which a peer counts as hung."""
 LEAST_S = 15
-"""With less time than this nothing is started."""
+"""Seconds; with less time left, nothing is started."""
 
 Measured = dict[str, Any]
 
 
 def lacking(who: str) -> list[str]:
-    """The packages that a peer needs and this Python has not."""
+    """The packages that a peer needs and that this Python does not have."""
     return [name for name in NEEDS[who] if find_spec(name) is None]
 
 
 def run_peers(
     contenders: Sequence[Contender], *, warm: int, steps: int, limit_s: float, log: Path, gpu: int = 0
 ) -> Iterator[Measured]:
-    """What each contender measured, as soon as it has, or why it failed; all are of one peer and number of GPUs.
+    """Each contender's result as soon as it is measured, or why it failed. All have the same peer and number of GPUs.
 
-    One that hangs or dies is told so, and a new process goes on with the rest.
+    If one hangs or dies, it is reported as failed, and a new process continues with the rest.
     """
     deadline, done = time.monotonic() + limit_s, 0
     while done < len(contenders):
@@ -56,7 +56,7 @@ def run_peers(
         for last in _run(contenders[done:], warm=warm, steps=steps, limit_s=left_s, log=log, gpu=gpu):
             yield last
             done += 1
-        told = last is not None and "failed" in last  # the process may have ended with the failure that it told
+        told = last is not None and "failed" in last  # the process may have ended after the failure that it reported
         if done < len(contenders) and not told:
             yield {"failed": "hung, died or out of time"}
             done += 1
@@ -65,7 +65,7 @@ def run_peers(
 def _run(
     contenders: Sequence[Contender], *, warm: int, steps: int, limit_s: float, log: Path, gpu: int
 ) -> Iterator[Measured]:
-    """What was measured up to the first contender that hangs or dies."""
+    """The results up to the first contender that hangs or dies."""
     mark, settings = new_mark(), json.dumps([build_settings(c, warm, steps) for c in contenders])
     processes = _start(contenders[0], settings, log, mark, gpu)
     output = _Output(processes[0], log)
@@ -80,7 +80,7 @@ def _run(
 
 
 class _Output:
-    """Reads what rank 0 prints, into a log; results are taken out as they come."""
+    """Copies rank 0's output into a log, and collects the results in it."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process, self._log = process, log
@@ -113,16 +113,16 @@ def _results(output: _Output, goes_on: Callable[[], bool]) -> Iterator[Measured]
 
 
 def _goes_on(processes: Sequence[subprocess.Popen[str]], output: _Output, limit_s: float) -> bool:
-    """Whether some still run, none has failed, and rank 0 has neither been silent nor taken too long."""
+    """Whether some processes still run, none has failed, and rank 0 was not silent or running for too long."""
     codes, now = [process.poll() for process in processes], time.monotonic()
-    if any(codes):  # None and 0 are well
-        time.sleep(1)  # for what the others have to say
+    if any(codes):  # None and 0 are no failures
+        time.sleep(1)  # for the last output of the others
         return False
     return None in codes and now - output.last_line_s < STALL_S and now - output.began_s < limit_s
 
 
 def build_settings(contender: Contender, warm: int, steps: int) -> dict[str, Any]:
-    """A contender as its script takes it."""
+    """A contender's settings, in the form that its script takes."""
     made: dict[str, Any] = {
         "model": contender.model,
         "seq": contender.seq_len,
@@ -139,7 +139,7 @@ def build_settings(contender: Contender, warm: int, steps: int) -> dict[str, Any
 
 
 def _start(contender: Contender, settings: str, log: Path, mark: str, gpu: int) -> list[subprocess.Popen[str]]:
-    """A process a GPU; rank 0 prints into a pipe, the others into logs of their own."""
+    """Starts a process per GPU. Rank 0 prints into a pipe, each other rank into a separate log."""
     gpus, started = contender.gpus, []
     environ = {
         **os.environ, MARK_ENV: mark, "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus),

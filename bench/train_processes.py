@@ -1,7 +1,7 @@
-"""Ends what a measured run has started, whatever session it went into.
+"""Ends all processes of a measured run, in any session.
 
-torchrun gives each rank a session of its own, so killing the group of what was started leaves the ranks: they would
-train on beside the next row, on the same GPUs, until they notice. All that descends from a run has its mark.
+torchrun gives each rank a separate session, so killing the process group leaves the ranks running. They would train on
+during the next row, on the same GPUs, until they notice. All descendants of a run carry its mark.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MARK_ENV = "TORCHFERRY_BENCH_MARK"
 
 
 def leave(number: int, _: object) -> NoReturn:
-    """A handler of SIGTERM: what is being measured is ended on the way out, as after Ctrl-C."""
+    """Handles SIGTERM: ends the current measurement on exit, as after Ctrl-C."""
     sys.exit(128 + number)
 
 
@@ -28,9 +28,9 @@ def new_mark() -> str:
 
 
 def end_marked(mark: str, *, within_s: float = 30.0) -> None:
-    """Kill every process with this mark, and return when none is left: its GPU memory is free then.
+    """Kill every process with this mark, and return when none is left: its GPU memory is then free.
 
-    Raises RuntimeError when some are still there after `within_s`: no figure would be worth anything beside them.
+    Raises RuntimeError if some still run after `within_s`: beside them every figure would be useless.
     """
     deadline = time.monotonic() + within_s
     while alive := marked(mark):
@@ -52,6 +52,6 @@ def marked(mark: str) -> list[int]:
 
 def _environ(process: Path) -> list[bytes]:
     try:
-        return (process / "environ").read_bytes().split(b"\0")  # nothing of a zombie
+        return (process / "environ").read_bytes().split(b"\0")  # empty for a zombie
     except OSError:
         return []

@@ -1,4 +1,4 @@
-"""Rows of bench/train.py as JSON, as tables, and against a baseline. Pure but for reading and writing files."""
+"""Rows of bench/train.py as JSON, as tables, and against a baseline. Pure, except reading and writing files."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ NAMES = {
     "liger": "HF Trainer + Liger", "trl": "TRL",
 }  # fmt: skip
 SLOWER = 0.05
-"""The part by which a row of ours may be slower than the baseline's."""
+"""The fraction by which a row of ours may be slower than the baseline's."""
 ENOUGH = 3
-"""Runs that make a figure of README's table."""
+"""Runs that a row needs for README's table."""
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 NO_TIME = "no time was left"
 
 
 def make_row(contender: Contender, measured: Row) -> Row:
-    """A contender's row: median step, tokens a second and GPU, MFU, peak; or why it failed."""
+    """A contender's row: median step, tokens per second and GPU, MFU, peak memory; or why it failed."""
     row: Row = {
         "key": contender.key, "who": contender.who, "model": contender.model, "gpus": contender.gpus,
         "seq_len": contender.seq_len, "micro_batch": contender.micro_batch, "packed": contender.packed,
@@ -36,7 +36,7 @@ def make_row(contender: Contender, measured: Row) -> Row:
     if "failed" in measured:
         return {**row, "failed": measured["failed"]}
     median_s = statistics.median(measured["step_s"])
-    # tokens that are trained on: a packed row has some padding at its end
+    # only tokens that are trained on: a packed row has some padding at its end
     tokens = measured.get("tokens") or contender.gpus * contender.micro_batch * contender.seq_len
     speed = tokens / contender.gpus / median_s
     return {
@@ -53,9 +53,9 @@ def make_row(contender: Contender, measured: Row) -> Row:
 
 
 def of_runs(rows: Sequence[Row]) -> Row:
-    """One row of all runs of a contender: the medians, the range of its speed, and each run's speed as `runs`.
+    """One row for all runs of a contender: the medians, the range of its speed, and each run's speed as `runs`.
 
-    A run that failed is left out and counted; where all failed, the first one's row.
+    Failed runs are left out and counted. If all failed, this is the first one's row.
     """
     rows = [row for row in rows if row.get("failed") != NO_TIME] or rows
     measured = _measured(rows)
@@ -79,14 +79,16 @@ def of_runs(rows: Sequence[Row]) -> Row:
 
 
 def _mfu(contender: Contender, speed: float, told: float | None) -> float | None:
-    """Of full rows and full training by the one formula for all; else what the contender itself reckoned, if it did."""
+    """MFU by one formula for all, for full rows and full training; otherwise the contender's own figure, if it has
+    one."""
     if contender.packed or work_of(contender.options):
         return None if told is None else round(told, 4)
     return round(flops_per_token(contender.model, contender.seq_len) * speed / PEAK_FLOPS, 4)
 
 
 def add_row(rows: Sequence[Row], row: Row) -> list[Row]:
-    """The rows with this one, in place of the former with its key; one for which no time was left replaces none."""
+    """The rows with this one, in place of an earlier row with its key. A row for which no time was left replaces
+    none."""
     if row["key"] not in [known["key"] for known in rows]:
         return [*rows, row]
     if row.get("failed") == NO_TIME:
@@ -98,7 +100,8 @@ def add_row(rows: Sequence[Row], row: Row) -> list[Row]:
 
 
 def render(rows: Sequence[Row]) -> list[str]:
-    """A markdown table: peers beside ours at the same work, ours with an option beside ours without it."""
+    """A markdown table: peers compared with ours at the same work, ours with an option compared with ours without
+    it."""
     lines = [
         "| | model | GPUs | rows | micro-batch | step ms (min-max) | tok/s/GPU | MFU | peak GiB | start s | ratio |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -119,7 +122,7 @@ def _line(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _speed_text(row: Row) -> str:
-    """Tokens a second and GPU; with more than one run also the slowest and the fastest."""
+    """Tokens per second and GPU; with several runs also the slowest and the fastest."""
     runs = row.get("runs", [])
     return f"{row['tok_s_gpu']:,.0f}" + (f" ({min(runs):,}–{max(runs):,})" if len(runs) > 1 else "")
 
@@ -129,7 +132,7 @@ def _rows_text(row: Row) -> str:
 
 
 def _ratio_to_peer(row: Row, rows: Sequence[Row]) -> str:
-    """Our speed by the peer's: at its micro-batch, and at our best."""
+    """Our speed divided by the peer's: at its micro-batch, and at our best."""
     mine = [r for r in _measured(rows) if r["who"] == "ours" and work_key(r) == work_key(row)]
     same = [r["tok_s_gpu"] for r in mine if r["micro_batch"] == row["micro_batch"]]
     best = [r["tok_s_gpu"] for r in mine]
@@ -140,7 +143,7 @@ def _ratio_to_peer(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _ratio_of_ours(row: Row, rows: Sequence[Row]) -> str:
-    """The speed of packed rows by that of full ones, or with an option by that without."""
+    """The speed of packed rows divided by that of full rows, or with an option divided by that without."""
     full = not row["packed"] or bool(row["label"])
     plain = [
         r["tok_s_gpu"] for r in _measured(rows)
@@ -151,7 +154,7 @@ def _ratio_of_ours(row: Row, rows: Sequence[Row]) -> str:
 
 
 def work_key(row: Row) -> tuple[Any, ...]:
-    """Rows with the same key did the same work, whatever the micro-batch and the settings."""
+    """The key of the work in a row. Rows with the same key did the same work; micro-batch and settings may differ."""
     return (row["model"], row["gpus"], row["seq_len"], row["packed"], work_of(row["options"]))
 
 
@@ -160,9 +163,9 @@ def _measured(rows: Sequence[Row]) -> list[Row]:
 
 
 def render_readme(reports: Sequence[Report]) -> list[str]:
-    """The short table: of each work the fastest row of everybody, and how many times as fast ours is at its
-    micro-batch, or at our best one where we have no row of that. Rows that ran fewer than three times are
-    left out; of a work on a card the last report counts. Nothing of no report."""
+    """The short table: for each work, every contender's fastest row, and the ratio of our speed to it, at its
+    micro-batch, or at our best one if we have no row at that. Rows with fewer than three runs are left out. If several
+    reports have the same work on the same card, the last one counts. Without reports, the table is empty."""
     newest = {(card, work_key(rows[0])): (rows, card) for report in reports for rows, card in _works(report)}
     names = [who for who in NAMES if any(row["who"] == who for rows, _ in newest.values() for row in rows)]
     lines = [_readme_line(*found, names) for found in newest.values()]
@@ -171,7 +174,7 @@ def render_readme(reports: Sequence[Report]) -> list[str]:
 
 
 def _works(report: Report) -> Iterator[tuple[list[Row], str]]:
-    """The rows of each work that a peer did too, of those that ran often enough."""
+    """The rows of each work that a peer did too, without rows that had too few runs."""
     rows = [row for row in _measured(report["rows"]) if len(row.get("runs", [])) >= ENOUGH]
     for key in dict.fromkeys(map(work_key, rows)):
         found = [row for row in rows if work_key(row) == key]
@@ -200,7 +203,7 @@ def _readme_cell(who: str, rows: Sequence[Row]) -> str:
 
 
 def judge(report: Report, baseline: Report) -> tuple[list[str], int]:
-    """What to say of ours beside an earlier report, and the exit code: 0 as fast, 1 slower, 2 not to be compared."""
+    """A table of our rows against an earlier report, and the exit code: 0 as fast, 1 slower, 2 not comparable."""
     here, there = report["meta"]["card"], baseline["meta"]["card"]
     if here != there:
         return [f"the baseline was measured on {there}, and this is {here}: not compared"], 2
@@ -229,7 +232,7 @@ def _change_line(row: Row, before: dict[str, Row], *, slow: bool) -> str:
 
 
 def read_report(path: Path) -> Report:
-    """Ends the program with one line where there is none."""
+    """The report in a file. Ends the program with one line if there is none."""
     try:
         report = json.loads(path.read_text())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The command line. Heavy imports wait inside the commands, so that `--help` is instant."""
+"""The command line. Heavy imports are inside the commands, so that `--help` is instant."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ for command in (*launch_cli.COMMANDS, *look_cli.COMMANDS, *host_cli.COMMANDS, *c
 
 
 def main() -> None:
-    """Entry of `deploy.py` and of the console script."""
+    """Entry point of `deploy.py` and of the console script."""
     try:
         _main()
     finally:
@@ -73,9 +73,9 @@ def _main() -> None:
     _read_names_as_utf8()
     home = os.environ.get("HOME", "")
     if not home.startswith("/") or not home.strip("/"):
-        from deployer.agent.guard import correct_home  # seldom needed
+        from deployer.agent.guard import correct_home  # rarely needed
 
-        correct_home(must_be_ours=False)  # root may well use the one of whoever called sudo
+        correct_home(must_be_ours=False)  # under sudo, root may use the home of the caller
     _open_standard_streams()
     if asked := os.environ.get(VARIABLE):
         from deployer.commands.complete.answer import answer
@@ -96,15 +96,15 @@ def _main() -> None:
 
 
 def _told(error: BaseException, *, debug: bool, as_json: bool) -> int:
-    """Says what went wrong: in words on stderr, and for a script on stdout, unless a JSON that says it is there
-    already. The exit code."""
+    """Reports the error on stderr, and with --json also on stdout, unless a JSON there already contains it. Returns the
+    exit code."""
     if isinstance(error, click.ClickException):
         known: FerryError = in_two_parts(error)
     elif isinstance(error, click.Abort | KeyboardInterrupt):
         known = Interrupted("interrupted")
     else:
         known = error if isinstance(error, FerryError) else _unforeseen(error)
-    with suppress(OSError):  # stderr has no room, or nobody reads it: the exit code says enough
+    with suppress(OSError):  # stderr is full or closed: the exit code is enough
         if isinstance(error, click.Abort | KeyboardInterrupt):
             notice(shown(known.message))
         else:
@@ -112,14 +112,14 @@ def _told(error: BaseException, *, debug: bool, as_json: bool) -> int:
                 notice(*shown_lines("".join(traceback.format_exception(error))))
             _show(known)
     if as_json and not known.is_in_json:
-        with suppress(OSError):  # nobody reads it, or there is no room: the exit code says enough
+        with suppress(OSError):  # stdout is full or closed: the exit code is enough
             say_json({"error": error_as_json(known)}, indent=None)
     return known.exit_code
 
 
 def _read_names_as_utf8() -> None:
-    """Begins this program anew, in Python's UTF-8 mode, where the locale says another encoding. A name is bytes; as
-    text, here and on the host, it is their UTF-8 with `surrogateescape`, whatever the locales."""
+    """Restarts this program in Python's UTF-8 mode if the locale has another encoding. A file name is bytes. As text,
+    here and on the host, it is decoded as UTF-8 with `surrogateescape`, in any locale."""
     if sys.getfilesystemencoding() == "utf-8":
         return
     try:
@@ -132,13 +132,14 @@ def _read_names_as_utf8() -> None:
 def _is_read_only(stream: IO[str]) -> bool:
     try:
         return fcntl.fcntl(stream, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-    except OSError:  # one without a descriptor, as a test's: io.UnsupportedOperation
+    except OSError:  # a stream without a descriptor, as in a test: io.UnsupportedOperation
         return False
 
 
 def _open_standard_streams() -> None:
-    """A stream that was closed before we came becomes /dev/null, so that no file or socket takes its number. So does an
-    output that cannot be written: a shell that was started without one opens its script under that number."""
+    """Replaces a standard stream that was closed at the start by /dev/null, so that no file or socket gets its number.
+    Does the same with an output that is open read-only: a shell that was started without an output opens its script
+    under that number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
@@ -150,7 +151,7 @@ def _open_standard_streams() -> None:
 
 
 def _unforeseen(error: BaseException) -> FerryError:
-    """One error for what no code here expects: this machine's disk, an answer of another shape, a mistake of ours."""
+    """Converts an unexpected exception: from this machine's disk, an answer of another shape, or a bug of ours."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return ThisMachine(f"this machine: {where}{error.strerror or error}")

@@ -1,4 +1,4 @@
-"""An error as a script reads it."""
+"""An error as JSON for a script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMMAND_AT_END = re.compile(
 
 
 def error_as_json(error: FerryError) -> dict[str, Any]:
-    """As a script reads it. Where the hint ends with a command, that is `next` too."""
+    """The error as JSON for a script. If the hint ends with a command, `next` contains that command too."""
     told = {**error.as_json(), "hint": as_invoked(error.hint) or None}
     if told["next"] is None and (line := _COMMAND_AT_END.search(error.hint)) is not None:
         with suppress(ValueError):

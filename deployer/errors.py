@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions that carry the exit code, a hint and where it happened."""
+"""The errors, as exceptions with an exit code, a hint and the place of the error."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from deployer.exit_codes import INTERRUPTED, NOT_DEPLOYED, NOT_HOME, RUNS_ON, USAGE
 
 _PLACE = re.compile(r"(?P<file>[^:]+):(?P<line>[1-9]\d{0,8})(?:: |$)")
-"""`FILE:LINE`, as the readers of configs say where."""
+"""`FILE:LINE`, the form in which the config readers name a place."""
 
 
 class FerryError(Exception):
-    """Base of every error that is the user's to read: `message`, then `where` lines, then a hint. No stack trace.
+    """Base of every error that is shown to the user: `message`, then `where` lines, then a hint. No stack trace.
 
-    A message and a hint are one line each, and so is each line of `where`, whatever the values in them hold: what has
-    several lines goes there. `command`: words after this program's name that are the next thing to do, where that is
-    one command. `code` is the word by which a script tells the kinds apart: a word once given stays.
+    The message, the hint and each entry of `where` are shown as one line each, whatever values they contain. Text of
+    several lines goes into `where`. `command`: the next command to run, as words after this program's name, if there
+    is exactly one. `code` identifies the kind of error for scripts: existing codes never change.
     """
 
     exit_code = NOT_DEPLOYED
     code = "failed"
     looks: tuple[str, ...] = ()
-    """The command that helps with any error of this kind, where there is one."""
+    """The command that helps with any error of this kind, if there is one."""
 
     def __init__(
         self, message: str, *, where: str | Sequence[str] = (), hint: str = "", command: Sequence[str] = ()
@@ -34,17 +34,17 @@ class FerryError(Exception):
         self.hint = hint
         self.command = tuple(command) or self.looks
         self.job_id: str | None = None
-        """The job that may have been started, of an error amid a launch."""
+        """The job that may have been started, for an error during a launch."""
         self.is_in_json = False
-        """A JSON on stdout tells of it already."""
+        """A JSON on stdout already contains this error."""
 
     def of_job(self, job_id: str) -> None:
-        """Says that this job may have been started all the same."""
+        """Records that this job may have been started despite the error."""
         self.job_id = job_id
         self.command = self.command or ("status", job_id, "--json")
 
     def as_json(self) -> dict[str, Any]:
-        """For a script: every key is always there."""
+        """The error for a script; every key is always present."""
         return {
             "code": self.code,
             "message": self.message,
@@ -69,38 +69,38 @@ class UsageError(FerryError):
 
 
 class ConnectError(FerryError):
-    """The host could not be reached, or is not who it was, or let nobody in."""
+    """The host could not be reached, has another key than before, or refused the login."""
 
     code = "unreachable"
 
 
 class HostKeyError(ConnectError):
-    """The host shows a key that is not known, is not the one that is known, or is not trusted any more."""
+    """The host's key is unknown, differs from the known key, or is no longer trusted."""
 
     code = "host_key"
 
 
 class LoginRefused(ConnectError):
-    """The host lets nobody in with what there is, or wants a person to be asked."""
+    """The host refused all available credentials, or the login needs an answer from a person."""
 
     code = "login"
 
 
 class HostError(FerryError):
-    """The host was reached and said no: no Python, no space, no such GPU, no usable environment."""
+    """The host was reached and refused: no Python, no space, no such GPU, no usable environment."""
 
     code = "refused"
 
 
 class LostConnection(FerryError):
-    """The connection broke; the job, if there is one, goes on."""
+    """The connection broke; the job, if there is one, keeps running."""
 
     code = "connection_lost"
     exit_code = RUNS_ON
 
 
 class UnknownJob(FerryError):
-    """No job, or more than one, answers to this id."""
+    """No job, or more than one, matches this ID."""
 
     code = "unknown_job"
     exit_code = USAGE
@@ -108,26 +108,26 @@ class UnknownJob(FerryError):
 
 
 class NotHome(FerryError):
-    """Something that was asked for did not come, or not whole."""
+    """A requested file did not arrive, or not completely."""
 
     code = "not_home"
     exit_code = NOT_HOME
 
 
 class Interrupted(FerryError):
-    """Somebody pressed Ctrl-C, or answered a question with the end of the input."""
+    """The user pressed Ctrl-C, or ended the input at a question."""
 
     code = "interrupted"
     exit_code = INTERRUPTED
 
 
 class ThisMachine(FerryError):
-    """A file or a stream of this machine failed: its disk is full, a folder belongs to somebody else."""
+    """A file or a stream on this machine failed: the disk is full, or a folder belongs to another user."""
 
     code = "this_machine"
 
 
 class Unforeseen(FerryError):
-    """What no code here expects: a mistake of ours."""
+    """An unexpected error: a bug of ours."""
 
     code = "internal"

@@ -1,4 +1,4 @@
-"""With which codes a command ends, as data: `--help`, docs/using.md and a test that walks them follow."""
+"""The exit codes of the commands, as data for `--help`, docs/using.md and a test that checks each one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A whole terminal for a while: lines drawn in place, and the keys that are pressed. What stood there before comes
-back, however the program ends. Beside `terminal`, the only one who writes there: it takes `Shown` alone.
+"""Full-screen mode of the terminal: draws lines in place and reads keys. At the end the earlier content is restored,
+however the program ends. Like `terminal`, this module may write to the terminal, and it takes only `Shown`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from deployer.terminal import escapes
 
 UP, DOWN = "up", "down"
 ENDED = "ended"
-"""In the place of a key: nobody can press one any more."""
+"""Returned instead of a key at the end of the input: no key can follow."""
 _SEQUENCES = {b"\x1b[A": UP, b"\x1bOA": UP, b"\x1b[B": DOWN, b"\x1bOB": DOWN}
 
 
 class Part(NamedTuple):
-    """A stretch of a line, in a style of rich's (`bold`, `red`)."""
+    """A part of a line, in a style of rich (`bold`, `red`)."""
 
     text: Shown
     style: str = ""
@@ -32,7 +32,7 @@ Line = Sequence[Part]
 
 
 class FullScreen:
-    """Draws lines over the whole terminal, and hears keys."""
+    """Draws lines over the whole terminal, and reads keys."""
 
     def __init__(self, size: Callable[[], tuple[int, int]], draw: Callable[[Sequence[Line]], None]) -> None:
         self._size = size
@@ -41,15 +41,15 @@ class FullScreen:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines, as they are now."""
+        """The current numbers of columns and lines."""
         return self._size()
 
     def draw(self, lines: Sequence[Line]) -> None:
-        """What is too wide or too many is cut off."""
+        """Draws the lines, and cuts off those that are too wide or too many."""
         self._draw(lines)
 
     def key(self, within_s: float) -> str:
-        """The next key as its letter, UP or DOWN; empty for one of no meaning, or when none was pressed in time."""
+        """The next key: its letter, UP, DOWN or ENDED; empty for a key without meaning, or if none came in time."""
         if not self._pressed:
             if not select.select([sys.stdin], [], [], within_s)[0]:
                 return ""
@@ -61,7 +61,7 @@ class FullScreen:
 
 
 def next_key(pressed: bytes) -> tuple[str, bytes]:
-    """The first key of what a terminal sends, and the rest of it."""
+    """The first key in the bytes that a terminal sent, and the remaining bytes."""
     if sequence := re.match(rb"\x1b(?:O.|\[[0-?]*[ -/]*[@-~])?", pressed):
         return _SEQUENCES.get(sequence.group(), ""), pressed[sequence.end() :]
     return (chr(pressed[0]) if 0x20 < pressed[0] < 0x7F else ""), pressed[1:]
@@ -69,7 +69,7 @@ def next_key(pressed: bytes) -> tuple[str, bytes]:
 
 @contextmanager
 def full_screen() -> Iterator[FullScreen]:
-    """Of the terminal that is stdin and stdout."""
+    """Full-screen mode of the terminal on stdin and stdout."""
     import termios
     import tty
 
@@ -86,18 +86,18 @@ def full_screen() -> Iterator[FullScreen]:
         drawn = [Text.assemble(*line, no_wrap=True, overflow="crop") for line in fit]
         live.update(Group(*drawn), refresh=True)
 
-    # sys.stdout stays what it is: its encoding is asked for
+    # sys.stdout is not redirected: _sendable reads its encoding
     with Live(
         console=console, screen=True, auto_refresh=False, redirect_stdout=False, vertical_overflow="crop"
     ) as live:
         try:
-            tty.setcbreak(sys.stdin.fileno())  # Ctrl-C stays what it is
+            tty.setcbreak(sys.stdin.fileno())  # Ctrl-C still interrupts
             yield FullScreen(lambda: (console.width, console.height), draw)
         finally:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def _sendable(text: Shown) -> str:
-    """What the terminal's own encoding lacks is made visible."""
+    """Replaces characters that the terminal's encoding lacks by visible escapes."""
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

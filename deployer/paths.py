@@ -1,4 +1,4 @@
-"""This client's own places: the folder that it came in, and the one of its state, where files are written whole."""
+"""This client's folders: installation, state and settings. Files there are written atomically."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from deployer.errors import UsageError
 
 CLIENT_ROOT = Path(__file__).resolve().parent.parent
-"""Holds `deployer/`, `trainer/` and `train.py`: a checkout, or the site-packages of an installed client."""
+"""Contains `deployer/`, `trainer/` and `train.py`: a checkout, or the site-packages of an installed client."""
 
 
 def state_dir() -> Path:
@@ -23,9 +23,9 @@ def state_dir() -> Path:
 
         try:
             path = user_state_path("torchferry", appauthor=False)
-        except RuntimeError:  # newer releases; older ones give `~` back
+        except RuntimeError:  # newer releases of platformdirs raise; older ones return `~`
             path = Path("~")
-        if not path.is_absolute():  # in another folder it would be another
+        if not path.is_absolute():  # a relative path depends on the current folder
             raise UsageError(
                 "this account has no home folder, so there is no place for this client's state",
                 hint="TORCHFERRY_STATE_DIR names one",
@@ -38,7 +38,7 @@ def state_dir() -> Path:
         raise UsageError(
             f"this client's state folder {path} cannot be made: {reason}", hint="TORCHFERRY_STATE_DIR names another"
         ) from None
-    # what lies there says where jobs are sent; root may well use the folder of whoever called sudo
+    # these files decide where jobs are sent; under sudo, root may use the caller's folder
     is_ours = found.st_uid in (0, os.getuid()) or os.getuid() == 0
     if not is_ours or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UsageError(
@@ -50,7 +50,7 @@ def state_dir() -> Path:
 
 
 def config_dir() -> Path:
-    """The folder of this user's own settings, which may be missing; TORCHFERRY_CONFIG_DIR overrides it."""
+    """The folder of this user's settings, which may not exist; TORCHFERRY_CONFIG_DIR overrides it."""
     chosen = os.environ.get("TORCHFERRY_CONFIG_DIR")
     if chosen:
         return Path(chosen)
@@ -63,12 +63,12 @@ def config_dir() -> Path:
 
 
 def expanded(path: str) -> Path:
-    """With `~` and `~user` as their folders, where those are known."""
+    """The path with `~` and `~user` replaced by their home folders, if those are known."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises RuntimeError
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Gives a file (0600) this content, whole or not at all, and makes its folder (0700) where missing. OSError."""
+    """Writes a file (0600) completely or not at all, and makes its folder (0700) if it is missing. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     try:

@@ -1,7 +1,7 @@
-"""Text that came from a host, a file or a job, made fit for a terminal: what could drive it is made visible.
+"""Makes text from a host, a file or a job safe for a terminal: control sequences are replaced by visible text.
 
-`Shown` is the only kind of text that `deployer.terminal` takes, so mypy finds what was forgotten. It is one line: a
-line break is made visible too, so no value from a host begins a new line and is taken for ours.
+`deployer.terminal` takes only text of the type `Shown`, so mypy finds text that was not converted. `Shown` is one line:
+line breaks are escaped too, so that a value from a host cannot begin a new line that looks like ours.
 """
 
 from __future__ import annotations
@@ -9,37 +9,37 @@ from __future__ import annotations
 import codecs
 import re
 
-# what could drive a terminal (C0, DEL, C1), break a line, turn text around (bidirectional marks), or is half of a
-# surrogate pair, which no terminal can be sent
+# characters that control a terminal (C0, DEL, C1), break a line or reverse text (bidirectional marks), and halves of
+# surrogate pairs, which cannot be sent to a terminal
 _BEYOND_ASCII = "\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff"
 _HIDDEN = re.compile(f"[\x00-\x1f{_BEYOND_ASCII}]")
 
 
 class Shown(str):
-    """One line of text that a terminal may get. Made by `shown` alone; a join or a format of several is a str again."""
+    """One line of text that is safe for a terminal. Only `shown` makes it; joined or formatted text is a str again."""
 
     __slots__ = ()
 
 
 def shown(value: object) -> Shown:
-    """A value as one printable line: control characters, line breaks, bidirectional marks and broken halves of
-    characters are made visible (`\\n`, `\\x1b`)."""
+    """A value as one printable line: control characters, line breaks, bidirectional marks and lone halves of surrogate
+    pairs become escapes (`\\n`, `\\x1b`)."""
     return Shown(_HIDDEN.sub(_visibly, str(value)))
 
 
 def shown_lines(text: str) -> list[Shown]:
-    """The lines of a text whose line breaks are its own, as those of a log are."""
+    """The lines of a text that may keep its line breaks, such as a log."""
     return [shown(line) for line in text.rstrip("\n").split("\n")]
 
 
 def cells(*values: object) -> tuple[Shown, ...]:
-    """Values as printable lines: a row of a table."""
+    """Values as printable lines, for a row of a table."""
     return tuple(map(shown, values))
 
 
 def _visibly(match: re.Match[str]) -> str:
     character = match.group()
-    if "\udc80" <= character <= "\udcff":  # a byte that was no UTF-8, as it came through `surrogateescape`
+    if "\udc80" <= character <= "\udcff":  # a byte that is not UTF-8, decoded with `surrogateescape`
         return f"\\x{ord(character) - 0xDC00:02x}"
     return ascii(character)[1:-1]
 
@@ -53,7 +53,7 @@ _UNFIT = re.compile(
     rf"(?!(?<=\x1b){_KEPT})(?P<dropped>(?<=\x1b)\[[0-?]{{0,60}}[ -/]{{0,4}}[@-~])?"
 )
 _BEGUN = re.compile(rb"\x1b(\[[0-?]{0,60}[ -/]{0,4})?\Z")
-"""What may be the beginning of a sequence."""
+"""A possible beginning of a control sequence, at the end of the data."""
 _REST = r"[^\x1b\r\n]*(?:\x1b\[0?K[^\x1b\r\n]*)*"
 _OPEN = re.compile(rf"(\x1b\[(?!0?m)[\d;:]{{1,60}}m)({_REST})(?=[\r\n]|\Z)")
 """A colour that is still on at the end of its line, and the rest of the line."""
@@ -61,23 +61,23 @@ _RESET = "\x1b[0m"
 
 
 class LogText:
-    """A log's bytes as bytes that a terminal may get, a stretch at a time.
+    """Converts a log's bytes to bytes that are safe for a terminal, one chunk at a time.
 
-    Lines, tabs, carriage returns, UTF-8 and colours (SGR) pass, and the erasure of a line's rest; a colour ends with
-    its line. Other control sequences are dropped, all else is made visible. Of each stretch what may be half of a
-    character or a sequence waits for the next one, so what is given out can be cut there.
+    Lines, tabs, carriage returns, UTF-8, colours (SGR) and the erasure of the rest of a line pass; a colour ends with
+    its line. Other control sequences are dropped, everything else is escaped. A possible half of a character or a
+    sequence at the end of a chunk is kept for the next one, so the output can be cut there.
     """
 
     def __init__(self, *, colours: bool = True, encoding: str = "utf-8") -> None:
         self._colours = colours
         self._encoding = encoding
         self._held = b""
-        self._colour = ""  # that is on at the end of what was given out
+        self._colour = ""  # that is on at the end of the output so far
 
     def feed(self, data: bytes, *, final: bool = False) -> bytes:
-        """The next stretch; `final`: nothing follows it."""
+        """Converts the next chunk; `final`: it is the last one."""
         if not self._held and not self._colour and not data.translate(None, _PLAIN):
-            return data  # nearly always
+            return data  # the usual case
         data, self._held = self._held + data, b""
         if not final and (begun := _BEGUN.search(data)):
             data, self._held = data[: begun.start()], begun.group()

@@ -1,8 +1,8 @@
-"""What people see: notices, questions and errors on stderr; tables, facts and answers on stdout. Decides nothing.
+"""Output for people: notices, questions and errors on stderr; tables, facts and answers on stdout. No decisions.
 
-The one door to the terminal: no other module of the client writes there, but for `fullscreen` beside it,
-`launch.logview` (a log, made fit by LogText) and the byte streams of `exec` and `shell`, which are the host's own, as
-with ssh. It takes text that is `Shown`, and no raw one. These two are the only users of rich.
+No other module of the client writes to the terminal, except `fullscreen`, `launch.logview` (a log that LogText has
+converted) and the byte streams of `exec` and `shell`, which come unchanged from the host, as with ssh. This module
+takes text of the type `Shown`, not raw text. Only this module and `fullscreen` use rich.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 def escapes() -> bool:
-    """Whether a terminal may be given control sequences at all."""
+    """Whether control sequences may be sent to a terminal at all."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def is_unicode() -> bool:
-    """Whether stdout may be given more than its own letters, such as lines and bars."""
+    """Whether the encoding of stdout has line and bar characters."""
     return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
@@ -45,13 +45,13 @@ def _style(text: Shown, **style: Any) -> Shown:
 
 
 def _write(*parts: Shown, err: bool) -> None:
-    """One line. What the terminal's own encoding lacks is made visible."""
+    """Writes one line. Characters that the terminal's encoding lacks become visible escapes."""
     encoding = (sys.stderr if err else sys.stdout).encoding or "utf-8"
     click.echo("".join(parts).encode(encoding, "backslashreplace").decode(encoding), err=err)
 
 
 def invoked_as() -> str:
-    """How this program was called, to be typed again: `python deploy.py` in a checkout, else `torchferry`."""
+    """The words that call this program again: `python deploy.py` in a checkout, else `torchferry`."""
     script = sys.argv[0]
     if Path(script).name != "deploy.py":
         return "torchferry"
@@ -63,8 +63,8 @@ def invoked_as() -> str:
 
 
 def typed(path: str) -> Shown:
-    """A path as a word of a command that is to be typed: none is taken for an option, and bytes that no terminal shows
-    stand as bash and zsh read them."""
+    """A path as a word of a command to type. It cannot be taken for an option, and bytes that a terminal cannot show
+    are written in the form that bash and zsh read."""
     word = f"./{path}" if path.startswith("-") else path
     if shown(word) == word:
         return shown(shlex.quote(word))
@@ -74,11 +74,11 @@ def typed(path: str) -> Shown:
 
 
 def as_invoked(text: str) -> str:
-    """A text of ours with the program's name as it was called here."""
+    """Replaces the program's name in a text of ours by the name that the user called."""
     return _OWN_NAME.sub(lambda _: invoked_as(), text)
 
 
-# not a file of that name which somebody ships
+# only with a command or a config after it: not a deploy.py in the user's own project
 _OWN_NAME = re.compile(
     r"(?<![\w/.-])deploy\.py(?= (?:CONFIG|configs/|run|sft|pretrain|repeat|resume|stop|ps|status|top|logs|plot|report"
     r"|history|pull|push|forget|exec|shell|tunnel|tensorboard|doctor|gc|gpus|completion|train|init|keys|convert)\b)"
@@ -91,20 +91,20 @@ def notice(*lines: Shown) -> None:
 
 
 def say(*lines: Shown) -> None:
-    """Lines on stdout: what was asked for."""
+    """Writes lines on stdout: the requested output."""
     for line in lines:
         _write(line, err=False)
 
 
 def say_json(value: object, *, indent: int | None = 1) -> None:
-    """A value on stdout as JSON for a script: ASCII without a raw control character, whatever a host has sent. Without
-    an `indent` it is one line."""
-    plain = json.loads(json.dumps(value), parse_constant=str)  # JSON knows no NaN
+    """Writes a value on stdout as JSON for a script: ASCII without raw control characters, whatever a host sent. With
+    `indent=None` it is one line."""
+    plain = json.loads(json.dumps(value), parse_constant=str)  # JSON has no NaN
     click.echo(json.dumps(plain, indent=indent).replace("\x7f", "\\u007f"))
 
 
 def say_script(text: str) -> None:
-    """Shell text on stdout: exactly, for a file or a pipe, and as printable lines on a terminal."""
+    """Writes shell text on stdout: unchanged to a file or a pipe, as printable lines to a terminal."""
     if sys.stdout.isatty():
         say(*shown_lines(text))
     else:
@@ -114,7 +114,7 @@ def say_script(text: str) -> None:
 
 
 def relay() -> Callable[[bytes], None]:
-    """Shows what a program that helps us says on its stderr, given as it comes."""
+    """Returns a function that shows the stderr output of a helper program, chunk by chunk."""
     text = LogText(colours=escapes())
 
     def show(data: bytes) -> None:
@@ -125,8 +125,8 @@ def relay() -> Callable[[bytes], None]:
 
 
 def drop_unwritten() -> None:
-    """Lets go of what an output has no room for and nobody can read: Python would try once more when it ends, with a
-    code and a trace."""
+    """Discards buffered output that cannot be written. Python would try to write it again at exit, and fail with its
+    own exit code and a stack trace."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -142,12 +142,12 @@ def drop_unwritten() -> None:
 
 
 def has_person(*, as_json: bool = False) -> bool:
-    """Whether somebody can answer: stdin is a terminal, and no script reads what is said."""
+    """Whether a person can answer: stdin is a terminal, and no script reads the output."""
     return not as_json and sys.stdin is not None and sys.stdin.isatty()
 
 
 def confirm(question: Shown, *, declined: Shown) -> None:
-    """Asks on the terminal; a no ends the program with 1 and says what it means. UsageError without a terminal."""
+    """Asks on the terminal. After a no it shows `declined` and exits with 1. Raises UsageError without a terminal."""
     if not has_person():
         raise UsageError(f"{question} There is no terminal to ask on", hint="add --yes")
     if not click.confirm(question, err=True):
@@ -163,7 +163,7 @@ def ask_yes(question: Shown) -> bool:
 
 
 def ask_secret(prompt: Shown) -> str:
-    """What the person typed, not shown. ConnectError when they ended the input."""
+    """Reads a line without showing it. Raises ConnectError at the end of the input."""
     try:
         return getpass.getpass(prompt, stream=sys.stderr)
     except EOFError:
@@ -174,10 +174,10 @@ def ask_secret(prompt: Shown) -> str:
 
 
 def show_error(error: FerryError) -> None:
-    """The message, where, and the hint: a line each, and a line for each line of `where`."""
+    """Shows the message, each entry of `where`, and the hint, one line each."""
     _write(_style(Shown("Error: "), fg="red", bold=True), shown(_shortened(error.message)), err=True)
     for line in error.where:
-        # a place (`file:line`, `the command line`), or what somebody said (`host: …`)
+        # a place (`file:line`, `the command line`), or the output of a program or host (`host: …`)
         place = "" if ": " in line else ("on " if line.startswith("the command") else "in ")
         notice(shown(f"  {place}{line}"))
     if error.hint:
@@ -185,7 +185,7 @@ def show_error(error: FerryError) -> None:
 
 
 def _shortened(text: str) -> str:
-    """A message that repeats a value of any length, without the middle of it."""
+    """A message without its middle if it is very long, because it may contain a value of any length."""
     return text if len(text) <= 5000 else f"{text[:3000]} … {text[-1500:]}"
 
 
@@ -193,7 +193,7 @@ def _shortened(text: str) -> str:
 
 
 def size(number: float) -> str:
-    """Bytes for the eye: 512 B, 3.4 kB, 22.1 MB."""
+    """Bytes for people: 512 B, 3.4 kB, 22.1 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000 or unit == "GB":
             return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.1f} {unit}"
@@ -207,14 +207,14 @@ def counted(count: int, what: str) -> str:
 
 
 def number(value: object) -> str:
-    """A figure for the eye: four significant digits of a float, none behind the point of a large one."""
+    """A number for people: a float has four significant digits, and no decimals if it is large."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def age(seconds: float) -> str:
-    """A duration for the eye: 42s, 7m, 3h, 2d."""
+    """A duration for people: 42s, 7m, 3h, 2d."""
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f}{unit}"
@@ -225,12 +225,12 @@ def age(seconds: float) -> str:
 
 
 def width() -> int | None:
-    """Of stdout's terminal, in columns; None where stdout is none."""
+    """The columns of the terminal on stdout; None if stdout is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def table(columns: Sequence[Shown], rows: Sequence[Sequence[Shown]], styles: Sequence[str] = ()) -> None:
-    """A table on stdout; as wide as it needs when stdout is no terminal. `styles`: of each row's second cell."""
+    """A table on stdout; of any width if stdout is not a terminal. `styles`: the style of each row's second cell."""
     from rich.console import Console
 
     grid = _grid(columns, rows, styles)
@@ -238,11 +238,11 @@ def table(columns: Sequence[Shown], rows: Sequence[Sequence[Shown]], styles: Seq
     with console.capture() as drawn:
         console.print(grid)
     for line in drawn.get().splitlines():
-        _write(Shown(line.rstrip()), err=False)  # rich has added its own colours
+        _write(Shown(line.rstrip()), err=False)  # contains the colours that rich added
 
 
 def facts(title: Shown, rows: Sequence[Sequence[Shown]]) -> None:
-    """Names and values on stdout, a line each, however long: nothing is broken in the middle of a path."""
+    """Names and values on stdout, one line each of any length, so that no path is broken."""
     say(_style(title, bold=True))
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
@@ -267,8 +267,8 @@ Draw = Callable[[Sequence[Shown], Sequence[Sequence[Shown]], Sequence[str]], Non
 
 @contextmanager
 def live_table() -> Iterator[Draw]:
-    """A table on stdout's terminal that each call draws anew in its place, as `table` does; of too many rows the first
-    ones."""
+    """A table on the terminal of stdout, in the form of `table`. Each call draws it again in place; if there are too
+    many rows, only the first ones."""
     from rich.console import Console
     from rich.live import Live
 
@@ -285,7 +285,7 @@ def live_table() -> Iterator[Draw]:
 
 @dataclass(frozen=True)
 class Check:
-    """A doctor's finding."""
+    """A finding of `doctor`."""
 
     status: str
     """`ok`, `warn` or `fail`."""
@@ -295,7 +295,7 @@ class Check:
 
 
 def checks(items: Sequence[Check]) -> None:
-    """Findings on stdout: a mark, the name, the detail, and what to do."""
+    """Findings on stdout: a mark, the name, the detail and the hint."""
     marks = {
         "ok": _style(Shown("✓"), fg="green"),
         "warn": _style(Shown("!"), fg="yellow"),
@@ -312,23 +312,23 @@ def checks(items: Sequence[Check]) -> None:
 
 @dataclass(frozen=True)
 class Canvas:
-    """What stdout takes of a drawing."""
+    """The limits of stdout for a drawing."""
 
     width: int
     height: int
     colour: bool
     plain: bool
-    """ASCII alone."""
+    """Only ASCII."""
 
 
 def canvas() -> Canvas:
-    """A terminal's size, or that of COLUMNS and LINES; 100 by 30 where nobody says."""
+    """The size of the terminal, or of COLUMNS and LINES; 100 by 30 if neither is known."""
     size = shutil.get_terminal_size((100, 30))
     return Canvas(size.columns, size.lines, colour=escapes() and sys.stdout.isatty(), plain=not is_unicode())
 
 
 def drawing(lines: Sequence[str]) -> None:
-    """Lines on stdout with their colours, and no other escape."""
+    """Lines on stdout with their colours, and no other escape sequences."""
     for line in lines:
         text = LogText(colours=escapes()).feed(line.encode("utf-8", "backslashreplace"), final=True)
         _write(Shown(text.decode("utf-8")), err=False)
@@ -339,7 +339,7 @@ def drawing(lines: Sequence[str]) -> None:
 
 @contextmanager
 def progress(label: Shown) -> Iterator[Callable[[int, int], None]]:
-    """A byte-progress bar on stderr, drawn when the work lasts; a plain closing line off a terminal."""
+    """A progress bar in bytes on stderr, drawn only if the work takes a while, and a closing line of plain text."""
     begun = time.monotonic()
     bar: Any = None
     last = (0, 0)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 IGNORE = -100
-"""The label of a position that is no target."""
+"""The label of a position that is not a target."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of packed documents, every tensor but `targets` [B, T] int64.
+    """Rows of packed documents. All tensors except `targets` are [B, T] int64.
 
     `labels[b, t]` is the token to be predicted from position t (already shifted), or IGNORE; the last position of
     every document is IGNORE. `positions` restart at 0 with each document; `doc_ids` rise along a row and are -1 on the
@@ -25,8 +25,8 @@ class Batch:
     positions: torch.Tensor
     doc_ids: torch.Tensor
     targets: torch.Tensor | None = None
-    """[N] int64: the flat indices b·T + t of all positions with a label, found on the host where nobody waits for the
-    device: the head and its loss are computed for these alone. None: not known."""
+    """[N] int64: the flat indices b·T + t of all positions with a label; the head and its loss are computed only for
+    these. They are found on the host, where this does not wait for the device. None: not known."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Applies `change` to each tensor."""
@@ -39,7 +39,7 @@ class Batch:
         )
 
     def pin(self) -> Batch:
-        """A copy in pinned memory, from where `to` a GPU does not wait; needs CUDA."""
+        """A copy in pinned memory, from which `to` copies to a GPU without waiting. Needs CUDA."""
         return self.map(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Batch:
@@ -57,7 +57,7 @@ class Batch:
 
     @property
     def squared_lengths(self) -> torch.Tensor:
-        """The sum of squares of the documents' lengths, which attention's operations grow with; a scalar int64 tensor
+        """The sum of the squares of the documents' lengths: attention's operations grow with it. A scalar int64 tensor
         on the batch's device."""
         return torch.where(self.doc_ids >= 0, 2 * self.positions + 1, 0).sum()  # 1 + 3 + … + (2n - 1) = n²
 
@@ -69,8 +69,8 @@ class LossSum:
     total: torch.Tensor  # scalar fp32, with gradient
     count: torch.Tensor  # scalar int64
     terms: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What is recorded beside the loss, divided by the same count: scalar sums by name, of which every micro-batch of
-    every rank has the same ones in the same order."""
+    """Further values to record, divided by the same count: scalar sums by name. Every micro-batch of every rank has the
+    same names in the same order."""
 
 
 def add_terms(sums: dict[str, torch.Tensor], terms: Mapping[str, torch.Tensor]) -> None:

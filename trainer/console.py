@@ -1,7 +1,7 @@
-"""What the trainer tells on its streams, made fit for a terminal: names and values of data files, model folders and
-checkpoints are other people's text. No torch.
+"""Makes the trainer's output safe for a terminal: names and values from data files, model folders and checkpoints are
+untrusted text. Imports no torch.
 
-The deployer has the same in `deployer/printable.py`: the trainer may stand without it.
+The deployer has a copy in `deployer/printable.py`, because the trainer must work without the deployer.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ if TYPE_CHECKING:
     import logging
     from types import TracebackType
 
-# what could drive a terminal (C0, DEL, C1), break a line, turn text around, or is half of a surrogate pair
+# characters that control a terminal (C0, DEL, C1), break a line or change the text's direction; lone surrogates
 _HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff]")
 
 
 def shown(value: object) -> str:
-    """A value as one printable line: control characters, line breaks and bidirectional marks are made visible."""
+    """A value as one printable line: control characters, line breaks and bidirectional marks become visible escapes."""
     return _HIDDEN.sub(lambda match: ascii(match.group())[1:-1], str(value))
 
 
 def printable(text: str) -> str:
-    """A text of several lines, each of them printable; tabs stay."""
+    """A text of several lines, each made printable; tabs stay."""
     return "\n".join("\t".join(map(shown, line.split("\t"))) for line in text.split("\n"))
 
 
 def write_line(stream: TextIO, text: str) -> None:
-    """In one piece: the ranks share the stream, and an unbuffered print would write the line's end apart."""
+    """Writes a line in one piece: the ranks share the stream, and an unbuffered print would write the line break
+    separately."""
     stream.write(f"{printable(text)}\n")
     stream.flush()
 
@@ -41,16 +42,16 @@ def write_error(text: str) -> None:
     try:
         write_line(sys.stderr, text)
     except (OSError, ValueError, AttributeError):  # it may be closed, or None
-        sys.stderr = None  # Python would write the rest of it at its end, and end with 120
+        sys.stderr = None  # else Python would flush it at exit, fail, and exit with 120
 
 
 def write_json(value: object) -> None:
-    """A value on stdout as one line of JSON without a raw control character."""
+    """Prints a value on stdout as one line of JSON without raw control characters."""
     write_line(sys.stdout, json.dumps(value).replace("\x7f", "\\u007f"))
 
 
 def tame_others() -> None:
-    """Makes printable what libraries log and warn of, and stack traces: they repeat values of the files they read."""
+    """Makes libraries' log records and warnings printable, and stack traces: they repeat values of files they read."""
     import logging
     import traceback
     import warnings

@@ -1,7 +1,7 @@
-"""Who this process is among the ranks, and the few collectives everything else is built from.
+"""This process's rank, and the few collectives that everything else is built from.
 
-One process without torchrun is world size 1 and needs neither environment nor process group: every function here then
-returns its argument.
+A single process without torchrun has world size 1 and needs neither environment variables nor a process group: no
+collective here then communicates.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ COMM_TIMEOUT_ENV = "TORCHFERRY_COMM_TIMEOUT_S"
 """Seconds until a collective on the devices counts as hung (default: a minute after train.hang_timeout_s, or
 CONTROL_TIMEOUT_ENV where that is 0)."""
 CONTROL_TIMEOUT_ENV = "TORCHFERRY_CONTROL_TIMEOUT_S"
-"""Seconds the ranks wait for one another at a barrier, e.g. while rank 0 writes an export (default 1800)."""
+"""Seconds that ranks wait for each other at a barrier, e.g. while rank 0 writes an export (default 1800)."""
 
 CONTROL_MARGIN_S = 10
-"""So much later a wait for another rank is an error: by then the watchdog has told who is late."""
+"""Added to the control timeout of gloo groups: by then the watchdog has reported which rank is late."""
 
 Group = torch_dist.ProcessGroup | None
 """A gloo group of all ranks; None in a world of one."""
@@ -49,11 +49,11 @@ class Dist:
     control_group: torch_dist.ProcessGroup | None = None
     """A gloo group on the CPU for flags, barriers and objects; None in a world of one."""
     store: torch_dist.Store | None = field(default=None, compare=False)
-    """The key-value store that the ranks met in; clone it for a thread. None without torchrun."""
+    """The key-value store of the rendezvous; clone it for another thread. None without torchrun."""
     progress: Progress = field(default_factory=Progress, compare=False)
-    """Where this rank is, for the watchdog."""
+    """This rank's current phase, for the watchdog."""
     startup: Startup = field(default_factory=Startup, compare=False)
-    """Where the time until the first step goes."""
+    """Measures the time until the first step, by phase."""
 
     @property
     def is_main(self) -> bool:
@@ -63,10 +63,10 @@ class Dist:
 def start_dist(
     device_kind: Literal["cuda", "cpu"], *, init_method: str = "env://", comm_timeout_s: float = 120
 ) -> Dist:
-    """This process's place among the ranks, with the process groups set up when torchrun started it.
+    """This process's Dist. If torchrun started the process, sets up the process groups.
 
-    `comm_timeout_s`: seconds until a collective on the devices counts as hung, where the environment sets none.
-    Raises DistError when only some of torchrun's variables are set, or when the GPU of this rank is missing.
+    `comm_timeout_s`: seconds until a collective on the devices counts as hung, if the environment sets no value.
+    Raises DistError if only some of torchrun's variables are set, or if this rank's GPU is missing.
     """
     rank, local_rank, world_size = read_ranks(os.environ)
     device = _pick_device(device_kind, local_rank)
@@ -87,7 +87,7 @@ def start_dist(
 
 
 def new_control_group(dist: Dist) -> torch_dist.ProcessGroup | None:
-    """A further gloo group of all ranks, for a separate thread; None in a world of one. Every rank calls this."""
+    """A further gloo group of all ranks, for a separate thread; None in a world of one. Every rank must call this."""
     if dist.world_size == 1:
         return None
     timeout = timedelta(seconds=control_timeout_s() + CONTROL_MARGIN_S)
@@ -96,20 +96,21 @@ def new_control_group(dist: Dist) -> torch_dist.ProcessGroup | None:
 
 
 def stop_dist() -> None:
-    """Leave the process groups; harmless when there are none."""
+    """Leave the process groups, if there are any."""
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
 
 
 def ensure_group(dist: Dist) -> None:
-    """A default process group also for a single process without torchrun: FSDP needs one."""
+    """Create a default process group if there is none (a single process without torchrun): FSDP needs one."""
     if not torch_dist.is_initialized():
         store = torch_dist.HashStore()
         torch_dist.init_process_group(_backend(dist.device.type), store=store, rank=0, world_size=1)
 
 
 def read_ranks(env: os._Environ[str] | dict[str, str]) -> tuple[int, int, int]:
-    """(rank, local_rank, world_size) from torchrun's variables; (0, 0, 1) when none of them is set."""
+    """(rank, local_rank, world_size) from torchrun's variables; (0, 0, 1) if none is set. Raises DistError if only some
+    are set, or if they are not numbers."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in env]
     if len(missing) == len(names):
@@ -129,7 +130,7 @@ def _backend(device_kind: str) -> str:
 
 
 def control_timeout_s() -> float:
-    """Seconds the ranks wait for one another at a barrier."""
+    """Seconds that ranks wait for each other at a barrier."""
     return float(os.environ.get(CONTROL_TIMEOUT_ENV, 1800))
 
 
@@ -169,9 +170,10 @@ def gather(value: T, group: Group) -> list[T]:
 
 
 def on_rank0(dist: Dist, function: Callable[[], T]) -> T:
-    """What `function` returned on rank 0, on every rank (it must be picklable).
+    """Call `function` on rank 0, and return its result on every rank; the result must be picklable.
 
-    When it raises there, rank 0 raises that and every other rank a DistError with its message: none is left waiting.
+    If it raises an Exception, rank 0 raises that and every other rank a DistError with its message, so that no rank
+    keeps waiting.
     """
     if dist.control_group is None:
         return function()
@@ -192,7 +194,7 @@ def on_rank0(dist: Dist, function: Callable[[], T]) -> T:
 
 
 def rank0_first(dist: Dist, function: Callable[[], T]) -> T:
-    """Each rank's own result of `function`, rank 0 before the others: for downloads and caches."""
+    """Call `function` on rank 0, then on the other ranks; return each rank's own result. For downloads and caches."""
     if dist.control_group is None:
         return function()
     mine: list[T] = []
@@ -201,10 +203,10 @@ def rank0_first(dist: Dist, function: Callable[[], T]) -> T:
 
 
 class FlagBoard:
-    """Control flags that all ranks agree on, without waiting for a rank or a GPU.
+    """Control flags that all ranks agree on. By default reading them waits neither for the newest post nor for a GPU.
 
     Each rank posts its flags after a step; the elementwise maximum over the ranks is read one post later. All ranks
-    must call `post` and `read` at the same steps, so that they see the same answer at the same step.
+    must call `post` and `read` at the same steps, so that they get the same result at the same step.
     """
 
     def __init__(self, dist: Dist, width: int) -> None:
@@ -225,9 +227,9 @@ class FlagBoard:
         self._pending.append((values, work))
 
     def read(self, *, keep: int = 1) -> tuple[int, ...]:
-        """The maximum over all ranks and all posts not read yet but the newest `keep`; zeros when there are none.
+        """The maximum over all ranks and all unread posts except the newest `keep`; zeros if there are none.
 
-        keep=0 waits for everything posted.
+        keep=0 waits for all posts.
         """
         seen = [0] * self._width
         while len(self._pending) > keep:

@@ -1,4 +1,4 @@
-"""Mistakes that the user can put right: told in one paragraph, without a stack trace, exit code 2."""
+"""Errors that the user can correct: printed as one paragraph without a stack trace, exit code 2."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ COMMAND_LINE = "the command line"
 MAX_MESSAGE = 900
 _PLACE = re.compile(r"(?P<file>[^:]+):(?P<line>[1-9]\d{0,8})(?:: |$)")
 SHORT_HINT = 100
-"""A list of all keys is no help beside twenty of its kind."""
+"""Characters. Among several mistakes longer hints are left out: twenty lists of all keys would not help."""
 MAX_MISTAKES = 50
-"""So many are shown."""
+"""The number of mistakes shown at once."""
 
 
 class UserError(Exception):
-    """`message` says what is wrong with which value, `where` it stands, `hint` what to do: a line each. Of several
-    mistakes `where` has a line each."""
+    """`message`: what is wrong with which value; `where`: its file and line; `hint`: what to do. Each is one line; for
+    several mistakes, `where` has a line for each."""
 
     exit_code = 2
     has_lines = True
-    """Its text has several, and each is printable."""
+    """The error's text has several lines, and each is printable."""
 
     def __init__(self, message: str, *, where: str | Sequence[str] = "", hint: str = "") -> None:
         super().__init__(message)
-        self.message = shortened(message, MAX_MESSAGE)  # somebody's file may be quoted in it
+        self.message = shortened(message, MAX_MESSAGE)  # it may quote the user's file
         self.where = where
         self.hint = shortened(hint, MAX_MESSAGE)
 
@@ -46,7 +46,7 @@ class UserError(Exception):
         return f"Error: {self}"
 
     def as_json(self) -> dict[str, object]:
-        """For a script: the keys of the deployer's errors, each always there (docs/automation.md)."""
+        """For scripts: the same keys as the deployer's errors, all always present (docs/automation.md)."""
         lines = [self.where] if isinstance(self.where, str) else self.where
         return {
             "code": "usage",
@@ -65,10 +65,10 @@ def _place(line: str) -> dict[str, object]:
 
 
 class ConfigError(UserError):
-    """The config is wrong and nothing was started."""
+    """The config is wrong, and nothing was started."""
 
     errors: tuple[ConfigError, ...] = ()
-    """What it tells at once, where that is several."""
+    """The single errors, if this one combines several."""
 
 
 def _in_a_line(error: ConfigError) -> str:
@@ -80,7 +80,7 @@ def _in_a_line(error: ConfigError) -> str:
 
 
 def together(errors: Iterable[ConfigError]) -> ConfigError | None:
-    """The one mistake as it is; several as one error, with a line for each."""
+    """A single error unchanged; several as one error with a line for each. None if there are none."""
     flat = [one for error in errors for one in error.errors or (error,)]
     if len(flat) < 2:
         return flat[0] if flat else None
@@ -92,15 +92,15 @@ def together(errors: Iterable[ConfigError]) -> ConfigError | None:
 
 
 def raise_all(errors: Iterable[ConfigError]) -> None:
-    """Raise what was found wrong, if anything was."""
+    """Raise the errors as one; return if there are none."""
     error = together(errors)
     if error is not None:
         raise error
 
 
 class DataError(UserError):
-    """Data that cannot be trained on."""
+    """The data cannot be used for training."""
 
 
 class ModelError(UserError):
-    """A model that cannot be built, read or written as asked."""
+    """The model cannot be built, read or written as requested."""

@@ -1,4 +1,4 @@
-"""How much memory and how many cores this host has for us."""
+"""The memory and the CPU cores that this process may use."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes(*, proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> int | None:
-    """Bytes that may still be taken: the system's, or the container's where that is less; None when nobody says."""
+    """Bytes of memory still available: the smaller of the system's and the container's; None if neither is known."""
     found = [size for size in (_system(proc), *_limits(proc, cgroups)) if size is not None]
     return min(found) if found else None
 
 
 def available_cores() -> int:
-    """Cores that this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -34,7 +34,7 @@ def _system(proc: Path) -> int | None:
 
 
 def _limits(proc: Path, cgroups: Path) -> list[int | None]:
-    """What the limits of this process's control group and of those above it leave, in both versions of cgroups."""
+    """The bytes left by the limits of this process's control group and of its parents, in both versions of cgroups."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -59,7 +59,7 @@ def _upwards(root: Path, path: str) -> list[Path]:
 
 
 def _left(folder: Path, limit: str, used: str, cache: str) -> int | None:
-    """Of a group's limit, what is neither in use nor cache that the kernel would give up; None without a limit."""
+    """A group's limit less its use; cache that the kernel can drop does not count as use. None without a limit."""
     try:
         total, taken = int((folder / limit).read_text()), int((folder / used).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

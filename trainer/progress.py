@@ -1,4 +1,4 @@
-"""Where a rank is: noted by the code that trains, read by the watchdog's thread."""
+"""The phase that a rank is in: set by the training code, read by the watchdog's thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 Phase = Literal["starting", "data", "forward", "backward", "optimizer", "evaluation", "saving", "exporting", "done"]
 
 SLOW_PHASES = frozenset({"starting", "saving", "exporting"})
-"""Their length is that of a disk, a download or a data set, not of a step."""
+"""Phases whose duration depends on a disk, a download or the data set, not on a step."""
 
 WORDS: dict[Phase, str] = {
     "starting": "while data and model are prepared",
@@ -32,7 +32,7 @@ class Progress:
     count: int = 0
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
-        """Note that this phase begins (or its next part does); `step` counts from 1."""
+        """Note that this phase, or its next part, begins. `step` counts from 1."""
         self.phase = phase
         self.step = self.step if step is None else step
         self.count += 1

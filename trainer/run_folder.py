@@ -1,4 +1,4 @@
-"""A run folder: one run at a time writes into it, and its last file, outcome.json, tells how that ended."""
+"""The run folder: only one run at a time writes into it. Its last file, outcome.json, records how the run ended."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from trainer.files import replace_text
 from trainer.schema import OUTCOME_FILE
 
 LOCK_FILE = "control/trainer.lock"
-"""Held by rank 0 as long as its process or its saver's lives, however they end. It holds that process's host and id."""
+"""Locked by rank 0 until its process and its saver process have ended, in whatever way. Contains the host and process
+ID of rank 0."""
 RANKS_LOCK_FILE = "control/ranks.lock"
-"""Held by the other ranks of this node together, and by their savers: what one of them has begun to write may come when
-rank 0 has ended, into the checkpoint of the next start."""
+"""Locked (shared) by the other ranks of this node and by their savers. Without it, after rank 0 has ended, one of them
+could still write into a checkpoint of the next start."""
 PATIENCE_S = 30.0
-"""A restart may come while the ranks of the start before are still dying."""
+"""Seconds to wait for the lock: at a restart, the ranks of the previous start may still be ending."""
 IN_USE_HINT = "wait for it, stop it, or name another --run-dir"
-_held: list[int] = []  # descriptors that stay open to the end of this process
+_held: list[int] = []  # descriptors that stay open until this process ends
 
 
 def acquire_run_folder(run_dir: Path, *, patience_s: float = PATIENCE_S) -> str | None:
@@ -41,7 +42,7 @@ def acquire_run_folder(run_dir: Path, *, patience_s: float = PATIENCE_S) -> str 
                     owner = f"a rank of a start whose rank 0 has ended{': ' if owner else ''}{owner}"
                 return f"{run_dir} is in use by another run ({owner or 'another process'})"
             time.sleep(0.1)
-    os.close(others)  # nobody of an earlier start is left, and no later one comes past the first lock
+    os.close(others)  # no process of an earlier start is left, and a later start cannot pass the first lock
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"host {os.uname().nodename}, process {os.getpid()}\n".encode(), 0)
     _held.append(descriptor)
@@ -49,9 +50,9 @@ def acquire_run_folder(run_dir: Path, *, patience_s: float = PATIENCE_S) -> str 
 
 
 def acquire_shared(run_dir: Path) -> None:
-    """Take part in the run folder that rank 0 has taken.
+    """Take the shared lock in the run folder that rank 0 has locked.
 
-    Raises OSError while another start takes it, which it may once rank 0 has ended.
+    Raises OSError if another start is taking the folder, which is possible once rank 0 has ended.
     """
     descriptor = _open(run_dir / RANKS_LOCK_FILE)
     if not _try_lock(descriptor, fcntl.LOCK_SH):
@@ -61,12 +62,12 @@ def acquire_shared(run_dir: Path) -> None:
 
 
 def held_descriptors() -> tuple[int, ...]:
-    """What a child is given that writes into the run folder too: the lock is held until both have ended."""
+    """The locks' descriptors, for a child process that also writes into the run folder: it then holds the locks too."""
     return tuple(_held)
 
 
 def release_all() -> None:
-    """Give back what this process holds; its end does the same."""
+    """Release this process's locks. The end of the process does the same."""
     while _held:
         os.close(_held.pop())
 
@@ -81,12 +82,12 @@ def _try_lock(descriptor: int, kind: int) -> bool:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:  # it says neither which file nor what for
+    except OSError as error:  # the original names neither the file nor the action
         raise OSError(error.errno, f"it cannot be locked: {error.strerror}") from None
     return True
 
 
 def write_outcome(run_dir: Path, outcome: dict[str, Any]) -> None:
-    """Write outcome.json in one piece: whoever follows the run may read it at any time."""
+    """Write outcome.json in one step: another process may read it at any time."""
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in outcome.items()]
     replace_text(run_dir / OUTCOME_FILE, "{\n " + ",\n ".join(lines) + "\n}\n")  # a list of token ids on one line

@@ -1,6 +1,6 @@
-"""Where the seconds until the first finished step went: noted by the code that starts, told once. No torch.
+"""Measures the time from the start to the end of the first step, by phase; reported once. Imports no torch.
 
-All times are seconds since the machine started, so that those of a launcher's process and of a rank's compare.
+All times are seconds since the machine started, so that times of the launcher and of a rank can be compared.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ Phase = Literal[
 
 WORDS: dict[Phase, str] = {
     "launcher": "launcher",  # train.py before it becomes torchrun, and torchrun until the rank's own Python starts
-    "command": "command",  # Python itself, the config, the look at the GPUs
+    "command": "command",  # Python itself, the config, the check of the GPUs
     "imports": "imports",  # torch, the trainer's modules
     "ranks": "ranks",  # the device, the process groups
     "data": "tokenizer and data",
-    "model": "model",  # built, wrapped, its optimizer
-    "weights": "weights",  # read or made, or a checkpoint
-    "probe": "probe",  # a pass over the largest batch, with whatever is compiled in it
+    "model": "model",  # building and wrapping it, its optimizer
+    "weights": "weights",  # reading or creating them, or reading a checkpoint
+    "probe": "probe",  # a pass over the largest batch, including compilation
     "evaluation": "evaluation",
-    "first step": "first step",  # with whatever is compiled in it
+    "first step": "first step",  # including compilation
 }
 UNTOLD_S = 0.05
-"""What took less is not worth a word."""
+"""Phases shorter than this are left out of the report."""
 LONG_S = 5.0
-"""A phase that lasts so long is told while it lasts, and again each time after three times as long."""
+"""After so many seconds a running phase is reported; again whenever its duration has tripled."""
 
 
 @dataclass(frozen=True)
 class StartReport:
-    """Seconds until the first step had finished, by phase, in order."""
+    """Seconds until the end of the first step, by phase, in order."""
 
     seconds: dict[Phase, float]
 
@@ -59,12 +59,12 @@ class StartReport:
 
 
 class Startup:
-    """Notes when each phase begins, until `finish`. Without a beginning (in tests, say) nothing is noted."""
+    """Records when each phase begins, until `finish`. Without `began_s` (e.g. in tests) it records nothing."""
 
     def __init__(
         self, began_s: float | None = None, *, launched_s: float | None = None, clock: Callable[[], float] | None = None
     ) -> None:
-        """`began_s`: when this process started; `launched_s`: when what started it did, if that is known."""
+        """`began_s`: when this process started; `launched_s`: when its launcher started, if known."""
         self._clock = clock or now_s
         self._marks: list[tuple[Phase, float]] = []
         self._running = began_s is not None
@@ -76,18 +76,18 @@ class Startup:
 
     @classmethod
     def of_process(cls, environ: MutableMapping[str, str]) -> Startup:
-        """From when this process, and the launcher that says so in `environ`, were started; the word is taken out, for
-        no process that this one starts is the launcher's."""
+        """With the start times of this process and of its launcher. Removes the launcher's variable from `environ`: it
+        is not valid for child processes of this one."""
         now = now_s()
         return cls(process_start_s(now), launched_s=_seconds(environ.pop(STARTED_ENV, ""), now))
 
     def enter(self, phase: Phase) -> None:
-        """This phase begins now, and the one before has ended; a phase may come again."""
+        """Begin this phase, and end the previous one. A phase may occur several times."""
         if self._running:
             self._marks.append((phase, self._clock()))
 
     def watch(self, tell: Callable[[str], None], *, every_s: float = 0.5) -> None:
-        """Has each phase that lasts told from now on, in the background: who follows the run sees what it waits for."""
+        """Reports long phases from a background thread while they last, so the log shows what the run waits for."""
         if self._running:
             threading.Thread(target=self._watch, args=(tell, every_s), name="startup", daemon=True).start()
 
@@ -99,16 +99,16 @@ class Startup:
             phase, began_s = self._marks[seen - 1]
             spent_s = self._clock() - began_s
             if spent_s >= due_s:
-                with suppress(OSError, ValueError):  # nobody reads it any more
+                with suppress(OSError, ValueError):  # the reader of the output is gone
                     tell(f"starting, {spent_s:.0f} s: {WORDS[phase]}")
                 due_s = 3 * max(due_s, spent_s)
 
     def end_watch(self) -> None:
-        """Nothing more is told while it lasts: the first step has come, or none will."""
+        """Stop the reports of `watch`: the first step is done, or there will be none."""
         self._ended.set()
 
     def finish(self) -> StartReport | None:
-        """The report at the end of the first step; None for later ones, and where nothing was noted."""
+        """The report at the end of the first step; None after later steps, and if nothing was recorded."""
         if not self._running:
             return None
         self._running = False
@@ -118,7 +118,7 @@ class Startup:
 
 
 def summarize(marks: list[tuple[Phase, float]], *, ended_s: float) -> StartReport:
-    """Each phase's seconds, from (phase, when it began) in order of time."""
+    """The seconds of each phase. `marks`: (phase, its start time), in order of time."""
     seconds: dict[Phase, float] = {}
     ends = [began for _, began in marks[1:]] + [ended_s]
     for (phase, began), ended in zip(marks, ends, strict=True):
@@ -132,7 +132,7 @@ def now_s() -> float:
 
 
 def process_start_s(now: float, *, stat: Path = Path("/proc/self/stat")) -> float:
-    """When this process began, to 0.01 s; `now` where the system does not say, or says what cannot be."""
+    """When this process started, to 0.01 s; `now` if the system gives no time or an impossible one."""
     try:
         ticks = int(stat.read_text().rpartition(")")[2].split()[19])
         began = ticks / os.sysconf("SC_CLK_TCK")
@@ -142,7 +142,8 @@ def process_start_s(now: float, *, stat: Path = Path("/proc/self/stat")) -> floa
 
 
 LONGEST_S = 3600.0
-"""A process that has trained nothing for this long did not start just now: a sandbox's clocks may disagree."""
+"""Start times older than this are not believed, because a process would have trained by then: in a sandbox the clocks
+may disagree."""
 
 
 def _seconds(text: str, now: float) -> float | None:

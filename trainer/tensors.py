@@ -1,4 +1,4 @@
-"""Sharded tensors and the modules that shard them, whatever wraps the model."""
+"""Helpers for sharded tensors and for the modules that shard them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def fsdp_modules(module: nn.Module) -> Iterable[FSDPModule]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's share of a sharded tensor, the memory itself and no part of a graph; a plain tensor itself."""
+    """This rank's part of a sharded tensor: the same memory, outside any autograd graph. A plain tensor unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # else torch makes a node of a graph for it
+    with torch.no_grad():  # else torch adds a node to the graph
         return tensor.to_local()
 
 

@@ -1,8 +1,8 @@
-"""Turns JSON of a file that others may have written into a typed value, or raises InvalidData.
+"""Turns JSON from an untrusted file into a typed value, or raises InvalidData.
 
 A type is a frozen dataclass whose fields are of str, bool, int, float, Literal, tuple[T, ...], tuple[T, U], list[T],
-dict[str, T], Any, unions of these, and further dataclasses; a `Within` beside a number is its range. Nothing is
-converted. A key that is missing takes the field's default; one that the type lacks is passed over.
+dict[str, T], Any, unions of these, and further dataclasses; `Within` in an Annotated number is its range. Nothing is
+converted, except whole numbers to float. A missing key takes the field's default; unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 MAX_BYTES = 16 << 20
 MAX_DEPTH = 32
-"""Of what has no type (Any)."""
+"""The deepest nesting accepted in a value of type Any."""
 MOST = (1 << 63) - 1
 SHOWN = 60
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""No file has such a name, and no terminal shows it."""
+"""Lone surrogates: valid in JSON, but no file name contains them, and no terminal shows them."""
 
 
 class InvalidData(Exception):
-    """What is where, and what should be there: `r is "x", not a whole number`."""
+    """A value does not have the expected type: `r is "x", not a whole number`."""
 
     def __init__(self, words: str, *, place: str = "", expected: str = "") -> None:
         super().__init__(words)
@@ -41,7 +41,7 @@ class InvalidData(Exception):
         return f"{self.place or 'it'} {self.words}"
 
     def within(self, place: str) -> InvalidData:
-        """The same, as seen from around that place."""
+        """The same error, with `place` put in front of its own."""
         dot = "." if self.place and not self.place.startswith("[") else ""
         return InvalidData(self.words, place=f"{place[:SHOWN]}{dot}{self.place}", expected=self.expected)
 
@@ -59,12 +59,12 @@ Size = Annotated[int, Within(1)]
 
 
 def read_json(path: Path, kind: type[T], *, most: int = MAX_BYTES) -> T:
-    """The value in a file. OSError when it cannot be read, InvalidData when it holds no such value."""
+    """The typed value in a file. Raises OSError if it cannot be read, InvalidData if it has no such value."""
     return from_json(parse_json(read_up_to(path, most), most=most), kind)
 
 
 def parse_json(data: bytes, *, most: int = MAX_BYTES) -> Any:
-    """JSON text of any type. InvalidData when it is none, or longer than `most` bytes."""
+    """Parses JSON text of any type. Raises InvalidData if it is not JSON, or is longer than `most` bytes."""
     if len(data) > most:
         raise InvalidData(f"is longer than {most:,} bytes")
     try:
@@ -76,7 +76,7 @@ def parse_json(data: bytes, *, most: int = MAX_BYTES) -> Any:
 
 
 def from_json(value: Any, kind: type[T]) -> T:
-    """The typed value of what JSON text was parsed to. InvalidData when it is none of this type."""
+    """Turns parsed JSON into a value of type `kind`. Raises InvalidData if it does not have this type."""
     wanted: Any = kind
     parsed: T = _parser(wanted)(value)
     return parsed
@@ -113,10 +113,10 @@ def _fail(value: Any, expected: str) -> NoReturn:
 
 
 def _shown(value: Any) -> str:
-    """As Python writes it, cut, whatever it is and however deep."""
+    """The value's repr, shortened; works for any value and depth."""
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # a whole number of thousands of digits has no text
+    except (RecursionError, ValueError):  # Python refuses to print integers of thousands of digits
         text = f"a {type(value).__name__}"
     return shortened(text, SHOWN)
 
@@ -151,7 +151,7 @@ def _union_parser(parsers: list[_Parser]) -> _Parser:
             try:
                 return parser(value)
             except InvalidData as damage:
-                if damage.place or not damage.expected:  # it is of that kind, and something in it is wrong
+                if damage.place or not damage.expected:  # the value has this type, but something inside it is wrong
                     raise
                 expected.append(damage.expected)
         _fail(value, " or ".join(expected))
@@ -222,7 +222,7 @@ def _parse_int(value: Any) -> int:
 
 def _parse_float(value: Any) -> float:
     if isinstance(value, float):
-        return value  # a loss may be NaN; what has a range may not
+        return value  # a loss may be NaN; numbers with a range may not
     is_number = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST
     return float(value) if is_number else _fail(value, "a number")
 

@@ -1,4 +1,4 @@
-"""What the peers' scripts share: shapes, the clock, how a setting is run and its result printed."""
+"""The common parts of the peers' scripts: shapes, the clock, running a setting and printing its result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def world() -> int:
 
 
 class StepClock:
-    """Marks step ends by CUDA events, so that timing adds no wait to the loop."""
+    """Marks step ends with CUDA events, so that timing adds no wait to the loop."""
 
     def __init__(self) -> None:
         self._marks: list[Any] = []
@@ -55,7 +55,7 @@ class StepClock:
             self._first_ended()
 
     def _first_ended(self) -> None:
-        """What lay on the card before it was sharded is not a step's peak."""
+        """Resets the peak: memory in use before sharding does not belong to a step's peak."""
         if self._cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -80,7 +80,7 @@ def _seconds_since_start() -> float:
 
 
 def report(clock: StepClock, warm: int, *, loss: float | None = None, tokens: float | None = None) -> None:
-    """Print the result of a setting, for bench/train.py to read; `tokens` of a step of all ranks, where rows are not
+    """Print the result of a setting, for bench/train.py to read. `tokens`: per step, of all ranks, if rows are not
     full."""
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     told = {
@@ -110,7 +110,7 @@ def init_dist() -> torch.device:
 
 
 def run_settings(run_one: Callable[[Settings], None]) -> None:
-    """Run each JSON setting of argv[1] in turn; one that fails is told, and the next goes on."""
+    """Run each JSON setting of argv[1] in turn. A failure is reported, and the next setting runs."""
     global _is_first_setting
     for setting in json.loads(sys.argv[1]):
         why = ""
@@ -132,7 +132,7 @@ def run_settings(run_one: Callable[[Settings], None]) -> None:
 
 
 def _settle(ok: bool) -> None:
-    """Wait for the other ranks; leave the process when they hang behind a failure here."""
+    """Wait for the other ranks. End the process if they do not arrive because of a failure."""
     flag = torch.tensor([int(ok)])
     try:
         work = dist.all_reduce(flag, op=dist.ReduceOp.MIN, async_op=True)

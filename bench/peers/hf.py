@@ -1,9 +1,9 @@
-"""What users of the Hugging Face stack run: transformers' Trainer or TRL's SFTTrainer, over accelerate's FSDP2.
+"""The usual trainers of the Hugging Face stack: transformers' Trainer or TRL's SFTTrainer, over accelerate's FSDP2.
 
 python hf.py '[{"engine": "hf", "model": "0.5b", "seq": 2048, "mb": 8, "ac": "none", "liger": false}, …]'
 engine: hf, trl. ac: none, fsdp (accelerate's activation checkpointing), gc (gradient_checkpointing=True). pack (trl):
-wrapped, bfd. lora (trl): rank of PEFT adapters over a frozen bf16 model. Liger patches classes for good: a process of
-its own.
+wrapped, bfd. lora (trl): rank of PEFT adapters over a frozen bf16 model. Liger patches classes
+permanently, so it needs a separate process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULTS: Settings = {
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random rows, every position a label."""
+    """Random rows in which every position is a label."""
 
     def __init__(self, count: int, c: Settings) -> None:
         source = torch.Generator().manual_seed(7)
@@ -37,7 +37,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Marks(transformers.TrainerCallback):
-    """Tells the clock of the steps' ends."""
+    """Marks the steps' ends on the clock."""
 
     def __init__(self, clock: StepClock) -> None:
         self.clock = clock
@@ -50,20 +50,20 @@ class Marks(transformers.TrainerCallback):
 
 
 def build_model(c: Settings, device: torch.device) -> transformers.PreTrainedModel:
-    """In fp32, or frozen in bf16 below adapters; torch's own attention."""
+    """The model in fp32, or frozen in bf16 for adapters; with torch's own attention."""
     config = transformers.Qwen2Config(**hf_config(c["model"]), use_cache=False)
     config._attn_implementation = "sdpa"
     torch.manual_seed(3)
     with torch.device(device):
         model: transformers.PreTrainedModel = transformers.Qwen2ForCausalLM(config)
     dtype = torch.bfloat16 if c["lora"] else torch.float32
-    model.to(dtype=dtype)  # type: ignore[call-arg]  # transformers wraps torch's method and loses what it is bound to
+    model.to(dtype=dtype)  # type: ignore[call-arg]  # transformers wraps torch's method and loses its binding
     trained: transformers.PreTrainedModel = model.train()
     return trained
 
 
 def build_args(c: Settings, device: torch.device) -> dict[str, Any]:
-    """For TrainingArguments and SFTConfig."""
+    """Arguments for TrainingArguments and SFTConfig."""
     args = {
         "output_dir": tempfile.mkdtemp(),
         "max_steps": c["warm"] + c["steps"],
@@ -133,7 +133,7 @@ def cut_documents(ids: torch.Tensor, c: Settings) -> list[list[int]]:
 
 
 def build_tokenizer() -> Any:
-    """SFTTrainer wants one, for its special tokens; the rows are tokens already."""
+    """A tokenizer, which SFTTrainer needs for its special tokens; the rows already consist of tokens."""
     from tokenizers import Tokenizer, models
 
     words = models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2}, unk_token="<pad>")
@@ -151,7 +151,7 @@ def build_adapters(c: Settings) -> Any:
 
 
 def tokens_per_step(trainer: Any, c: Settings) -> float | None:
-    """Of all ranks: packed rows are not quite full."""
+    """Tokens per step of all ranks, from packed rows, which are not quite full."""
     if c["pack"] != "bfd":
         return None
     sizes = [len(ids) for ids in trainer.train_dataset["input_ids"]]

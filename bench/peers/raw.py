@@ -1,6 +1,6 @@
-"""A plain-torch Qwen2 with a compiled block: no masks, no options, no checkpoints; the card without a trainer.
+"""A plain-torch Qwen2 with a compiled block: no masks, no options, no checkpoints. The card's speed without a trainer.
 
-python raw.py '[{"model": "0.5b", "seq": 2048, "mb": 8, "wrap": "autocast"}, …]': settings one after the other. wrap:
+python raw.py '[{"model": "0.5b", "seq": 2048, "mb": 8, "wrap": "autocast"}, …]': runs the settings in turn. wrap:
 fsdp (FSDP2 per block, gradients reduced in fp32), autocast (one GPU).
 """
 
@@ -24,7 +24,7 @@ DEFAULTS: Settings = {
     "model": "7b", "seq": 4096, "mb": 1, "compile": True, "wrap": "fsdp", "warm": 4, "steps": 8,
 }  # fmt: skip
 HEAD_TOKENS = 4096
-"""Tokens whose logits are held at a time."""
+"""Tokens whose logits are in memory at a time."""
 ATTENTION = {
     "cuda": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],
     "cpu": [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION],
@@ -107,7 +107,7 @@ def softmax_grad_(logits: Tensor, labels: Tensor, scale: float) -> Tensor:
 
 
 class ChunkedCE(torch.autograd.Function):
-    """lm_head and cross entropy together, a chunk of tokens at a time; gradients are made in the forward pass."""
+    """lm_head and cross entropy together, one chunk of tokens at a time; gradients are made in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, labels: Tensor) -> Tensor:

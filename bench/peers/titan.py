@@ -1,7 +1,8 @@
 """torchtitan 0.2.2 (0.3.0 needs torch 2.12) on its Qwen3 model in Qwen2.5's shapes, synthetic tokens. CUDA only.
 
 python titan.py '[{"model": "0.5b", "seq": 2048, "mb": 8, "ac": "none"}, …]'; ac: selective (by op), full, none, or a
-number (memory budget); reshard: default, always, never. Its own prefetch, compiled blocks and loss, fp32 reduction.
+number (memory budget); reshard: default, always, never. With torchtitan's prefetch, compiled blocks and loss, and fp32
+reduction.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Tokens:
 
 
 def register_model(c: Settings) -> None:
-    """As "bench" among torchtitan's models."""
+    """Registers it as "bench" among torchtitan's models."""
     from torchtitan.models import qwen3
     from torchtitan.models.qwen3 import Qwen3ModelArgs
     from torchtitan.protocols import train_spec as specs

@@ -1,4 +1,4 @@
-"""A job as an object: what can be asked of it and done with it."""
+"""A job as an object of the Python interface."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ METRICS = "metrics.jsonl"
 
 
 class Noted(Watcher):
-    """Keeps this client's notes of a job, and says nothing."""
+    """Keeps this client's record of a job, and prints nothing."""
 
     def __init__(self, record: JobRecord, keeps: Callable[[], None] = lambda: None) -> None:
         self._record = record
         self._keeps = keeps
 
     def note(self) -> None:
-        """So that the id finds the job. A disk that takes no note must not end the launch."""
+        """Writes the record, so that the ID finds the job. A disk error must not end the launch."""
         try:
             write_record(self._record)
         except OSError as error:
@@ -61,7 +61,7 @@ class Noted(Watcher):
 
 
 class Telling(Screen):
-    """What a followed job shows beside its log, on stderr; nothing once it is left."""
+    """Shows messages about a followed job on stderr, and no reconnects after the client has left the job."""
 
     left = False
 
@@ -71,16 +71,16 @@ class Telling(Screen):
 
 
 class Job:
-    """A job on its host. It lives there: nothing happens to it when this object, or this process, ends."""
+    """A job on its host. It does not depend on this object or this process: it keeps running when they end."""
 
     def __init__(self, id: str, place: Host) -> None:
         self.id = id
-        """Its whole id."""
+        """The complete ID."""
         self._place = place
 
     @property
     def host(self) -> str | None:
-        """As after --ssh; None: this machine."""
+        """The value of --ssh; None: this machine."""
         return self._place.ssh
 
     @property
@@ -92,7 +92,7 @@ class Job:
         return f"<torchferry job {self.id} on {self._place.name}>"
 
     def status(self) -> JobStatus:
-        """How it is. ConnectError when its host cannot be asked."""
+        """The job's current status. Raises ConnectError if its host cannot be asked."""
         with self._at_host() as host:
             found = read_status(host, self.id)
             raw = status_as_json(found, host)
@@ -112,8 +112,9 @@ class Job:
         )
 
     def logs(self, follow: bool = False, *, tail: int | None = None, rank: int | None = None) -> Iterator[str]:
-        """The lines of its log, of the latest attempt; with `follow` until the job has ended. A job of several ranks
-        has `[RANK] ` before each, unless `rank` names one. LostConnection when its host is gone for ten minutes."""
+        """The log lines of the latest attempt; with `follow` until the job has ended. If the job has several ranks,
+        `[RANK] ` stands before each line, unless `rank` names one. Raises LostConnection if the host cannot be reached
+        for ten minutes."""
         with self._at_host() as host:
             found = read_status(host, self.id)
             request = {"tail": tail, "ranks": None if rank is None else [rank], "live": follow}
@@ -135,11 +136,11 @@ class Job:
         pull_max: str | int = PULL_MAX,
         give_up: str | float = "10m",
     ) -> Result:
-        """Follows the job to its end, prints its log as it comes (not when `quiet`), and brings its results home.
+        """Follows the job to its end, prints its log meanwhile (unless `quiet`), and pulls its results.
 
-        JobFailed unless it succeeded, NotHome when something that was asked for is not here; with check=False the
-        Result says so instead. TimeoutError after `timeout` seconds, LostConnection when its host was not reached for
-        `give_up`, and KeyboardInterrupt leave the job running.
+        Raises JobFailed if the job did not succeed, and NotHome if a requested result was not pulled; with check=False
+        the Result contains this instead. TimeoutError after `timeout` seconds, LostConnection if the host was not
+        reached for `give_up`, and KeyboardInterrupt leave the job running.
         """
         limit = parse_size(str(pull_max)) or None
         _, patience = read_keywords(logs_command, {"give_up": give_up}, function="wait", refused={})
@@ -158,8 +159,8 @@ class Job:
 
     @told()
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of its metrics.jsonl so far; none before the first. The file comes into the results folder. NotHome
-        for one of more than 64 MiB, which `pull` brings."""
+        """The rows of the job's metrics.jsonl so far; an empty list before the first. The file is pulled to the results
+        folder. Raises NotHome if it has more than 64 MiB; use `pull` then."""
         request = PullRequest(max_bytes=MAX_BYTES, paths=(METRICS,), may_lack=True)
         with self._at_host() as host:
             beyond = [
@@ -183,10 +184,10 @@ class Job:
         checkpoint: str | int | None = None,
         max_size: str | int | None = None,
     ) -> Path:
-        """Brings its results home, or what `paths` names, into `to` (else `results`); returns that folder.
+        """Pulls the job's results, or the files in `paths`, into `to` (else `results`); returns that folder.
 
-        `checkpoint`: this step too, or `latest`, or `all`. `max_size` bounds the whole (0: no limit): 2 GB unless paths
-        are named. NotHome when something that was asked for is not there afterwards.
+        `checkpoint`: also pulls this step, or `latest`, or `all`. `max_size` limits the total (0: no limit): 2 GB
+        unless `paths` is given. Raises NotHome if a requested file was not pulled.
         """
         named = tuple(parse_path(path) for path in ((paths,) if isinstance(paths, str) else paths))
         limit = parse_size(str(max_size if max_size is not None else 0 if named else PULL_MAX)) or None
@@ -198,8 +199,8 @@ class Job:
         return target
 
     def stop(self, grace: float | None = None, *, force: bool = False) -> JobStatus:
-        """Stops it and returns how it ended: it is asked to save and gets `grace` seconds [120]; `force` kills at
-        once. Nothing happens to a job that has ended."""
+        """Stops the job and returns its final status. The job gets `grace` seconds [120] to save; `force` kills it at
+        once. A job that has ended does not change."""
         within_s = 0.0 if force else DEFAULT_GRACE_S if grace is None else grace
         with self._at_host() as host:
             (end,) = stop_jobs([(host, self.id)], grace_s=within_s, force=force, on_state=lambda job_id, status: None)
@@ -209,12 +210,12 @@ class Job:
 
     @told()
     def resume(self, overrides: Overrides | None = None, **options: Any) -> Job:
-        """Starts a job that has ended again, from its newest complete checkpoint, with the code that it came with, and
-        returns itself.
+        """Starts an ended job again from its newest complete checkpoint, with the code of its launch, and returns the
+        same object.
 
         `overrides` change its config, and so does an option with a dot: `resume(**{"train.steps": 400})`. Other options
-        are those of the command `resume`: `gpus=[0, 1], env={"A": "b"}, max_restarts=2`. UsageError for what the job
-        cannot take, TypeError for an option that there is not.
+        are those of the command `resume`: `gpus=[0, 1], env={"A": "b"}, max_restarts=2`. Raises UsageError for a change
+        that is not possible for this job, TypeError for an unknown option.
         """
         dotted = {key: value for key, value in options.items() if "." in key}
         given = {key: value for key, value in options.items() if "." not in key}
@@ -235,7 +236,7 @@ class Job:
 
     @contextmanager
     def _at_host(self) -> Iterator[Host]:
-        """Its host over a new connection, closed afterwards: a notebook may sleep for days."""
+        """The host over a new connection, closed afterwards: a notebook may be idle for days."""
         host = self._place.another()
         with told():
             try:
@@ -244,7 +245,7 @@ class Job:
                 host.close()
 
     def _record(self) -> JobRecord:
-        """This client's note of it; a new one for a job that was launched from elsewhere."""
+        """This client's record of the job; a new one for a job that was launched from another machine."""
         place = self._place
         for kept in read_records():
             if (kept.job_id, kept.ssh, kept.root) == (self.id, place.ssh, place.root):
@@ -285,7 +286,7 @@ class Job:
         return Result(self.id, final.state, final.code, final.reason, causes, words, final.hint)
 
     def _with_results(self, host: Host, result: Result, request: PullRequest) -> Result:
-        """What can be brought; the job has ended all the same when nothing can."""
+        """Pulls the results. An error goes into the result, because the job has ended anyway."""
         target = self.results
         try:
             pulled = _pull(host, self.id, target, request)
@@ -304,7 +305,7 @@ _ENTERED = "its host is entered as torchferry.job(id, ssh_key=…) or the launch
 
 
 def _has_one(found: JobView) -> bool:
-    """Whether it has one rank alone, whose lines need no name."""
+    """Whether the job has exactly one rank, so that its lines need no rank number."""
     return len(found.processes) == 1 and len(found.processes[0].ranks) == 1
 
 

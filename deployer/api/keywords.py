@@ -1,4 +1,4 @@
-"""A command's options as keyword arguments of a function: the same names, the same checks."""
+"""The options of a command as keyword arguments of a function: the same names, the same checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deployer.errors import UsageError
 from deployer.plan.notify import VARIABLE, read_notify
 
 ALIASES = {"host": "ssh", "outputs": "out", "secrets": "secret"}
-"""What an option is called from Python, where another word says it better."""
+"""Names in Python that differ from the name of the option."""
 NOT_OF_A_LAUNCH = {
     **dict.fromkeys(("json", "dry_run"), "it is for the command line"),
     **dict.fromkeys(("no_pull", "pull_max", "give_up", "detach"), "Job.wait decides that"),
@@ -26,11 +26,13 @@ NOT_OF_A_LAUNCH = {
 def read_keywords(
     command: click.Command, given: Mapping[str, Any], *, function: str, refused: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `given` says of keys, by dotted key, and the values of the other options by their name in the command.
+    """Two mappings from `given`: values of config keys by dotted key, and values of other options by their name in the
+    command.
 
-    A name is an option's without its dashes (max_restarts), a value what the command line would have, or what Python
-    has for it: a list for --gpus, a mapping for --env, seconds for a duration. `refused`: options that the function has
-    not, and why. TypeError for these and for an unknown name, with the nearest one; UsageError for a value.
+    A name is that of an option without leading dashes (max_restarts). A value is the text of the command line, or the
+    Python equivalent: a list for --gpus, a mapping for --env, seconds for a duration. `refused`: options that the
+    function does not have, and why. Raises TypeError for these, and for an unknown name with the nearest known one.
+    Raises UsageError for a wrong value.
     """
     options = {_keyword(option): option for option in command.params if isinstance(option, click.Option)}
     keys: dict[str, Any] = {}
@@ -56,7 +58,7 @@ def read_keywords(
 
 
 def as_overrides(given: Mapping[str, Any] | Sequence[str] | None) -> tuple[str, ...]:
-    """KEY=VALUE of each key of a config; a value that is no text is written as JSON, which YAML reads."""
+    """KEY=VALUE for each config key; a value that is not a string is written as JSON, which YAML can read."""
     import json
 
     if given is None:
@@ -73,8 +75,9 @@ def as_overrides(given: Mapping[str, Any] | Sequence[str] | None) -> tuple[str, 
 
 @contextmanager
 def notified(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The URLs that the host is to tell: these, else that of the environment, which no program gets to see meanwhile.
-    UsageError for a command: it runs on a client that follows, and this one need not."""
+    """The URLs to which the host sends events: these, else those of the environment variable, which is hidden from
+    programs meanwhile. Raises UsageError for a command: commands run on a client that follows the job, and this one may
+    not follow."""
     in_shell = os.environ.get(VARIABLE)
     try:
         whom = read_notify(words)
@@ -107,7 +110,7 @@ def _read(option: click.Option, name: str, value: Any) -> Any:
 
 
 def _words(option: click.Option, name: str, value: Any) -> Any:
-    """The value in the form of a command-line option."""
+    """The value in the form that the command line uses."""
     if isinstance(value, bool):
         raise TypeError(f"{name} takes a value, not {value!r}")
     if option.multiple:

@@ -1,4 +1,4 @@
-"""A job launched from Python, and found again."""
+"""Launches jobs from Python, and finds them again."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def launch(
     detach: bool = True,
     **options: Any,
 ) -> Job:
-    """Ships the project's folder and starts a job; returns once its host has it.
+    """Sends the project's folder and starts a job; returns once the host has accepted it.
 
     `what`: the path of a config or a task file, or a program as a list of words: `["python", "my_train.py"]`. Defaults
-    of the project's pyproject.toml and of the user's config.toml count as they do for `run`.
-    `host`: as after --ssh; None: what the config names, else the default `host`, else this machine. `cwd`: the
-    project's folder, else the present one. `detach=False` follows the job to its end first, as Job.wait() does.
+    of the project's pyproject.toml and of the user's config.toml apply as they do for `run`.
+    `host`: the value of --ssh; None: the host in the config, else the default `host`, else this machine. `cwd`: the
+    project's folder, else the current one. `detach=False` follows the job to its end first, as Job.wait() does.
     `options` are those of the command `run` by their names: `max_restarts=3, queue=True, torchrun=True,
     python="/opt/conda/bin/python"`.
 
-    TypeError for an option that there is not. UsageError for a mistake, before anything is sent; ConnectError and
-    HostError when the host cannot be reached or refuses. LostConnection when the job may have been started: `jobs()`
-    shows it. What the config says without effect is a warning.
+    Raises TypeError for an unknown option, and UsageError for a mistake before anything is sent. Raises ConnectError if
+    the host cannot be reached, HostError if it refuses, and LostConnection if the job may have been started: `jobs()`
+    shows it. Settings of the config without effect are warnings.
     """
     project = Path(cwd or ".").resolve()
     known = {"host": host, "gpus": gpus, "env": env, "outputs": outputs, "name": name}
@@ -79,7 +79,7 @@ def launch(
     else:
         hint = "a program is a list of words: launch(['python', 'my_train.py'])"
         raise UsageError(f"config {what} does not exist", hint=hint)
-    with click.Context(run_command):  # the values of a task file are read by the command's own options
+    with click.Context(run_command):  # the command's options parse the values of a task file
         chosen = choose(config, as_overrides(overrides), program, None, {**_NOTHING, **others, "keys": keys})
     with notified(notify) as urls:
         job = _start(chosen, access, project, urls)
@@ -110,7 +110,7 @@ def _start(given: Options, access: dict[str, Any], project: Path, urls: Sequence
 
 
 def _refuse(question: Question | None, *, yes: bool) -> None:
-    """UsageError for what a person would be asked about first."""
+    """Raises UsageError where the command line would ask a person first."""
     if question is not None and not yes:
         raise UsageError(question.text, hint=f"{question.hint}; from Python: yes=True")
 
@@ -129,7 +129,7 @@ def _launch(prepared: Prepared, host: Host, project: Path) -> None:
             last=KnownTree.of(host.ssh, host.root, project),
         )
     except LostConnection as error:
-        watcher.note()  # it may have been started: `jobs` must know which host to ask
+        watcher.note()  # it may have been started: `jobs` needs to know its host
         error.of_job(prepared.plan.job_id)
         raise
 
@@ -143,10 +143,11 @@ _ENTERS: dict[str, Any] = {**dict.fromkeys(ACCESS), "accept_new_host_key": False
 
 @told()
 def job(id: str, host: str | None = None, **options: Any) -> Job:
-    """A job that was launched before: here, or with `host` from anywhere. The beginning or the end of its id is enough.
+    """A job that was launched before: from here, or with `host` from any machine. The beginning or the end of its ID is
+    enough.
 
-    `options`: how to get in, as the command `status` has them (`ssh_key=…, transport="openssh"`), and `remote_root`.
-    UnknownJob when there is no such job.
+    `options`: how to connect, as for the command `status` (`ssh_key=…, transport="openssh"`), and `remote_root`. Raises
+    UnknownJob if there is no such job.
     """
     given = {**options, "host": host}
     keys, others = read_keywords(status_command, given, function="job", refused={"json": "it is for the shell"})
@@ -161,8 +162,8 @@ def job(id: str, host: str | None = None, **options: Any) -> Job:
 
 @told()
 def jobs(host: str | None = None) -> list[JobInfo]:
-    """The jobs of a host, or of every host used from here, oldest first. Those of a host that does not answer are in
-    the state `unreachable`."""
+    """The jobs of a host, or of every host used from here, oldest first. If a host does not answer, its jobs have the
+    state `unreachable`."""
     places = hosts_of(host, None, **_ENTERS)
     rows = rows_of(places, ask_all(places), read_records())
     for place in places:

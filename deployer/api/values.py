@@ -1,4 +1,4 @@
-"""What the Python interface gives back, and how it says what went wrong."""
+"""The return values and errors of the Python interface."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deployer.errors import FerryError
 from deployer.printable import shown
 
 Overrides = Mapping[str, Any] | Sequence[str]
-"""Keys of a config and what they are to be: `{"train.steps": 200}`, or `["train.steps=200"]`."""
+"""Keys of a config with their new values: `{"train.steps": 200}`, or `["train.steps=200"]`."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,23 @@ class Result:
     """The exit code of the rank that failed first; 128+N for signal N."""
     reason: str
     causes: tuple[str, ...] = ()
-    """Why, as far as the host or this client knows: a full disk, a file that was left out."""
+    """Known causes, from the host or this client: a full disk, a file that was not sent."""
     last_lines: tuple[str, ...] = ()
-    """Of the log that tells most of a failure."""
+    """The last lines of the log that explains a failure best."""
     hint: str = ""
     results: Path | None = None
-    """The folder with what came home; None when nothing was brought."""
+    """The folder with the pulled results; None if nothing was pulled."""
     not_home: tuple[str, ...] = ()
-    """What was asked for and is not here, with the reason."""
+    """Requested results that were not pulled, with the reason."""
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job as its host judges it now."""
+    """The current status of a job on its host."""
 
     id: str
     state: str
-    """`queued`, `preparing`, `running`, or one of Result's."""
+    """`queued`, `preparing`, `running`, or a state of Result."""
     code: int | None
     reason: str
     causes: tuple[str, ...]
@@ -51,29 +51,29 @@ class JobStatus:
     hint: str
     attempt: int
     latest: dict[str, Any]
-    """The last row of its metrics."""
+    """The last row of the job's metrics."""
     raw: dict[str, Any] = field(repr=False)
-    """All of `status --json`."""
+    """The complete output of `status --json`."""
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """A job as `ps` lists it."""
+    """A row of `ps`."""
 
     id: str
     state: str
-    """Or `unreachable`: then `raw` has what it was when it was seen last."""
+    """A state of JobStatus, or `unreachable`: then `raw` has the last known state."""
     host: str
     name: str
     gpus: tuple[str, ...]
     step: int | None
     created: str
     raw: dict[str, Any] = field(repr=False)
-    """Its row of `ps --json`."""
+    """The job's row of `ps --json`."""
 
 
 class JobFailed(FerryError):
-    """A job that was waited for did not succeed: `result` says how it ended."""
+    """A job did not succeed after a wait: `result` contains how it ended."""
 
     code = "job_failed"
 
@@ -86,15 +86,15 @@ class JobFailed(FerryError):
 
 @contextmanager
 def told() -> Iterator[None]:
-    """An error that leaves shows all that it says where Python prints it: the place and the hint are half of it."""
+    """Adds the place and the hint to the text of an error, so that Python prints them with the message."""
     try:
         yield
     except FerryError as error:
         hint = [f"hint: {error.hint}"] if error.hint else []
-        error.args = ("\n  ".join(map(shown, [error.message, *error.where, *hint])),)  # words of a host's, too
+        error.args = ("\n  ".join(map(shown, [error.message, *error.where, *hint])),)  # may contain text from a host
         raise
 
 
 def warn(text: str) -> None:
-    """What has no effect, or will hardly do what was meant."""
+    """Warns of a setting that has no effect, or probably not the intended one."""
     warnings.warn(text, stacklevel=2)

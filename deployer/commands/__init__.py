@@ -1,1 +1,1 @@
-"""What each command of the command line does; imported when it is called."""
+"""The commands of the command line; each module is imported when its command is called."""

@@ -1,9 +1,9 @@
-"""Defaults that files give: `[tool.torchferry]` of the project's pyproject.toml and this user's `config.toml`.
+"""Defaults from files: `[tool.torchferry]` in the project's pyproject.toml, and this user's `config.toml`.
 
 Each may have a table per host.
 
-A default stands below what the command line and a job's config say. click's default_map would stand above the config,
-and cannot know which host a config names, so the layers are put together here.
+The command line and the job's config override a default. click's default_map would override the config, and does not
+know which host a config names, so this module combines the layers.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Entry(NamedTuple):
-    """What may stand in a table. `key`: of the config; "" for an option that mirrors none."""
+    """A name that a table may contain. `key`: the config key; "" for an option without a config key."""
 
     key: str
     read: Callable[[Any], Any]
-    """ValueError, with what is expected, for another value."""
+    """Parses the value. Raises ValueError with the expected form if the value is wrong."""
     of_host: bool = True
-    """Also in a host's own table."""
+    """Whether it is also allowed in the table of a host."""
 
 
 class Taken(NamedTuple):
-    """A default, and the table that gives it, in words."""
+    """A default, and the name of the table that contains it."""
 
     value: Any
     where: str
@@ -117,37 +117,37 @@ ENTRIES: Mapping[str, Entry] = {
     "ssh_key": Entry("", _text),
     "transport": Entry("", _one_of("auto", "fabric", "openssh")),
 }
-"""By the options' names. Not among them: what nobody should say for all jobs at once (secrets, an env file, a host key
-that is trusted unseen)."""
+"""By the names of the options. It excludes options that are dangerous for all jobs at once: secrets, an env file, and
+trust in an unknown host key."""
 
 
 class Table(NamedTuple):
-    """A file's tables, checked."""
+    """The checked tables of a file."""
 
     file: str
     place: str
-    """Of its top in the file; empty where all of the file is meant."""
+    """The name of the top table in the file; empty if the whole file is meant."""
     general: Mapping[str, Any]
     hosts: Mapping[str, Mapping[str, Any]]
 
     def where(self, host: str = "") -> str:
-        """How the file's table, or its table of a host, is spoken of."""
+        """The name of the file's table, or of its table for a host, in messages."""
         place = ".".join(filter(None, (self.place, f"{HOSTS}.{host}" if host else "")))
         return f"{self.file} [{place}]" if place else self.file
 
 
 class Defaults(NamedTuple):
-    """What the files say, the strongest first."""
+    """The tables of all files; an earlier one overrides the later ones."""
 
     tables: tuple[Table, ...] = ()
 
     @property
     def host(self) -> str | None:
-        """Where jobs run that say nothing of it; None: on this machine."""
+        """The host of jobs that name no host; None: this machine."""
         return next((table.general["host"] for table in self.tables if "host" in table.general), None)
 
     def of(self, ssh: str | None) -> dict[str, Taken]:
-        """The defaults for a host as the user named it, by their names; a variable of `env` as env.NAME."""
+        """The defaults for a host by name; `ssh`: the host as the user named it. A variable of `env` is env.NAME."""
         names = _names_of(ssh) if ssh is not None and any(table.hosts for table in self.tables) else ()
         layers = [(t.where(name), t.hosts[name]) for t in self.tables if (name := _first(names, t.hosts))]
         layers += [(table.where(), table.general) for table in self.tables]
@@ -156,18 +156,18 @@ class Defaults(NamedTuple):
             for name, value in values.items():
                 for own, one in _parts(name, value):
                     found.setdefault(own, Taken(one, where))
-        if ssh is None:  # they say how to get into a host
+        if ssh is None:  # these options are for connections to a host
             found = {name: taken for name, taken in found.items() if name not in ("ssh_key", "transport")}
         return found
 
 
 def keys_of(defaults: Mapping[str, Taken]) -> dict[str, Any]:
-    """Those that are keys of the config, by dotted key."""
+    """The defaults that set a config key, by dotted key."""
     return {key: taken.value for name, taken in defaults.items() if (key := key_named(name))}
 
 
 def key_named(name: str) -> str:
-    """The key that a default gives; empty for one that mirrors none."""
+    """The config key that a default sets; empty if it sets none."""
     top, _, rest = name.partition(".")
     key = ENTRIES[top].key
     return f"{key}.{rest}" if rest else key
@@ -185,7 +185,7 @@ def _first(names: tuple[str, ...], hosts: Mapping[str, Any]) -> str:
 
 
 def _names_of(ssh: str) -> tuple[str, ...]:
-    """What a host's table may be called: as it was typed, else with less and less of the address."""
+    """The possible names of a host's table: the host as typed, then shorter and shorter forms of the address."""
     from deployer.transport.ssh.target import parse_target
 
     target = parse_target(ssh)
@@ -198,10 +198,10 @@ def _names_of(ssh: str) -> tuple[str, ...]:
 
 
 def read_defaults(project: Path) -> Defaults:
-    """UsageError, with file and key, for what is no default."""
+    """Reads the defaults of the project and of the user. Raises UsageError, with file and key, for an invalid one."""
     tables = []
     text = _read(project / PROJECT)
-    if b"torchferry" in text:  # most projects' files do not wait for the parser
+    if b"torchferry" in text:  # for most projects the parser is not needed
         tool = _parse(text, PROJECT).get("tool")
         own = tool.get("torchferry") if isinstance(tool, dict) else None
         if own is not None:
@@ -232,7 +232,7 @@ def _parse(text: bytes, file: str) -> dict[str, Any]:
         import tomli as tomllib
     try:
         data: dict[str, Any] = tomllib.loads(text.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # of TOML and of UTF-8
+    except (ValueError, RecursionError) as error:  # from TOML or UTF-8 decoding
         raise UsageError(f"{file} is no TOML: {str(error)[:200] or 'too deep'}") from None
     return data
 
@@ -269,7 +269,7 @@ def _values(data: Any, place: str, file: str, *, folder: Path, of_host: bool) ->
             raise UsageError(f"{key} is {str(value)[:60]!r}, expected {error}", where=file) from None
         except UsageError as error:
             raise UsageError(f"{key}: {error.message}", where=file, hint=error.hint) from None
-        if name in ("wheels", "ssh_key"):  # files of this machine: relative ones lie beside the file that names them
+        if name in ("wheels", "ssh_key"):  # files on this machine; a relative path starts at the folder of this file
             found[name] = str(folder / expanded(value))
             if (
                 name == "wheels"

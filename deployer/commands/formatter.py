@@ -1,4 +1,4 @@
-"""The layout of a help: options in groups, and no line break inside the name of an option, which somebody may copy."""
+"""The layout of help texts: options in groups, and no line break inside an option's name, so that it can be copied."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import click
 
 _OPTION = re.compile(r"--\w+(?:-\w+)+")
 _GLUE = "\u2011"
-"""A hyphen at which no line is broken; what is shown has plain ones."""
+"""A hyphen that allows no line break; the output has plain hyphens instead."""
 
 CONNECTION = frozenset({"--ssh-key", "--accept-new-host-key", "--transport", "--connect-timeout", "--remote-root"})
-"""Options that every command with a host has; its help lists them last."""
+"""Options of every command with a host; the help lists them last."""
 WIDEST = 25
-"""Columns that an option's words may take in a help; a longer one has its text on the next line."""
+"""Columns for an option and its value in the help; for a longer one the text begins on the next line."""
 
 
 class Formatter(click.HelpFormatter):
@@ -37,12 +37,12 @@ def _glued(text: str) -> str:
 
 
 def _joined(row: tuple[str, str]) -> tuple[str, str]:
-    """`--dry-run[=remote]`: the value stands without a blank, as it is typed."""
+    """`--dry-run[=remote]`: removes the blank before the value, because it is typed without one."""
     return row[0].replace(" [=", "[="), row[1]
 
 
 def write_options(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-    """The command's own options, those of the connection in a group below, and --help at the end."""
+    """Writes the command's options, then the connection options as a group, and --help at the end."""
     options = [param for param in command.get_params(ctx) if isinstance(param, click.Option)]
     rows = {option: _joined(row) for option in options if (row := option.get_help_record(ctx)) is not None}
     connects = any("--ssh-key" in option.opts for option in rows)

@@ -1,4 +1,4 @@
-"""What a host says of a job, in words for a person."""
+"""A job's status as text for people."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from deployer.agent.job.views import JobView, Row
 from deployer.jobs.registry import SeenJob
 
 UNREACHABLE = "unreachable"
-"""What stands for the state of a job whose host does not tell now."""
+"""Shown as the state of a job whose host does not answer now."""
 
 SILENT_S = 120.0
-"""A running job that has written nothing for this long gets a line about it."""
+"""A line is shown about a running job that has written nothing for this long."""
 
 # --- its state -------------------------------------------------------------------------------------------------------
 
 
 def state_line(status: Status) -> str:
-    """A job's state in words."""
+    """A job's state, with the exit code of a failed job or the reason of a lost one."""
     more = {FAILED: f"exit code {status.code}", LOST: status.reason}.get(status.state)
     return f"{status.state} ({more})" if more else status.state
 
 
 def exit_code_of(final: Status) -> int:
-    """What a command that followed a job to its end returns: the job's own code, 143 when stopped, 125 when lost."""
+    """The exit code of a command that followed a job to its end: the job's own code, 143 if stopped, 125 if lost."""
     return {SUCCEEDED: 0, STOPPED: 143, LOST: TOOL_FAILED}.get(final.state, final.code or 1)
 
 
 def state_of(row: SeenJob) -> str:
-    """A job's state in the words of the table."""
+    """A job's state as the tables show it."""
     if not row.trouble:
         return live_state(row.job)
     if row.seen_at is None:
@@ -52,9 +52,9 @@ def state_of(row: SeenJob) -> str:
 
 
 def live_state(job: Row | Status) -> str:
-    """The state with what a person should know beside it."""
+    """The state with further facts in parentheses, such as the queue position."""
     if job.state == FAILED:
-        return FAILED if job.code is None else f"{FAILED}({job.code})"  # as this client noted it
+        return FAILED if job.code is None else f"{FAILED}({job.code})"  # without a code: from this client's notes
     if job.state in FINAL:
         return job.state
     notes = [
@@ -70,13 +70,13 @@ def live_state(job: Row | Status) -> str:
 
 
 def waits_line(after: Sequence[str]) -> str:
-    """Which jobs have to succeed first."""
+    """A text about the jobs that must succeed first."""
     more = f" and {len(after) - 2} more" if len(after) > 3 else ""
     return f"waits for {', '.join(after[:2] if more else after)}{more}"
 
 
 def age_of(row: SeenJob) -> str:
-    """How old a job is, by the host's own clock where it tells; what went by since it was last seen is added."""
+    """A job's age, by the host's clock if the host reported it, plus the time since that report."""
     if row.job.age_s is not None:
         return terminal.age(row.job.age_s + (since(row.seen_at) or 0))
     age_s = since(row.job.created)
@@ -84,7 +84,7 @@ def age_of(row: SeenJob) -> str:
 
 
 def since(then: str | None) -> float | None:
-    """Seconds since a time as rows have it; None for none."""
+    """Seconds since a time in the format of rows; None if there is no valid time."""
     try:
         return (datetime.now(timezone.utc) - datetime.fromisoformat(str(then).replace("Z", "+00:00"))).total_seconds()
     except (ValueError, TypeError):
@@ -95,7 +95,8 @@ def since(then: str | None) -> float | None:
 
 
 def attempt_line(status: Status) -> str | None:
-    """Which attempt this is, how the former one ended, and where this one goes on; None for the first."""
+    """The attempt's number, the end of the previous attempt, and the step from which this one continues; None if there
+    is no previous attempt."""
     number, most = status.attempt, status.max_attempts
     former = next((report for report in status.attempts if report.attempt == number - 1), None)
     if former is None:
@@ -115,16 +116,16 @@ def _goes_on(status: Status) -> str:
 
 
 def group_of(folder: str) -> GroupName:
-    """Role and node of a group of processes, as far as its folder names them; a host may say anything."""
+    """Role and node of a group of processes from its folder name; the default if the host sent an invalid name."""
     return GroupName.parse(folder) or ALONE
 
 
 def telling_log(status: Status) -> list[str] | None:
-    """The options by which `logs` shows what tells most of a failure; None where no log has a byte."""
+    """The options of `logs` that show the log that explains a failure best; None if all logs are empty."""
     if status.log == "":
         return None
     name = LogName.parse(status.log) if status.log is not None else None
-    if name is None:  # nobody has looked: the rank that failed first, or its group where no rank is known
+    if name is None:  # the host did not choose a log: take the rank that failed first, or its group if no rank is known
         group, rank = group_of(status.first_failing_group), status.first_failing_rank
     else:
         group, rank = name.group, name.rank
@@ -134,7 +135,7 @@ def telling_log(status: Status) -> list[str] | None:
 
 
 def stall_lines(status: Status) -> list[str]:
-    """What each rank of a stalled attempt did when it was found; empty for one that did not stall."""
+    """What each rank of a stalled attempt did when the stall was found; empty if the attempt did not stall."""
     return [
         f"{group_of(rank.group).rank(rank.rank)} {'still ran' if rank.running else 'had ended'}; "
         + (f"its last line: {rank.last_line}" if rank.last_line else "it had said nothing")
@@ -143,7 +144,7 @@ def stall_lines(status: Status) -> list[str]:
 
 
 def silence_line(view: JobView) -> str | None:
-    """`no log for 10m` of a job that runs without a word."""
+    """`no log for 10m`, for a running job without output; else None."""
     if view.status.state != RUNNING or view.silent_s is None or view.silent_s < SILENT_S:
         return None
     return f"no log for {terminal.age(view.silent_s)}"

@@ -19,7 +19,7 @@ def json_view(*, launcher: bool) -> JsonView:
 
 @dataclass
 class JsonView(LogView):
-    """Says each whole line with whose it is: `rank` is null for what no rank wrote, and `file` says what it is of."""
+    """Prints each complete line with its source. `rank` is null if no rank wrote the line; `file` names its file."""
 
     def out_of(self, file: str, name: LogName | None) -> BinaryIO:
         role, node = (name.group.role, name.group.node) if name is not None else (None, None)

@@ -1,7 +1,7 @@
-"""The options that mirror keys of the config, one row each. A new one is two edits: a field of the schema, a row here.
+"""The options that set config keys, one row each. A new option needs two edits: a field in the schema and a row here.
 
-A row's `type` reads the word as the schema holds the key's value. The schema itself is not loaded here: no command
-waits for it before it asks its host for a connection.
+A row's `type` parses the word to the type of the key in the schema. The schema is not loaded here, so that commands
+connect to their host without waiting for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class KeyOption(Option):
         self.key = key
 
     def changes(self, value: Any) -> dict[str, Any]:
-        """What the command line changes by it, by dotted key; nothing where it was not given."""
+        """The changes that the option makes to the config, by dotted key; empty if it was not given."""
         if value is None or value is False or value == ():
             return {}
         if not self.multiple:
@@ -35,7 +35,7 @@ class KeyOption(Option):
 
 
 class Row(NamedTuple):
-    """One of these options. `at_resume`: what is different of it there; None: a resume does not take it."""
+    """One of these options. `at_resume`: differences of the option for `resume`; None: `resume` does not have it."""
 
     flag: str
     key: str
@@ -120,7 +120,7 @@ JOB = (
         metavar="CMD",
     ),
 )
-"""What a job is given. A resume finds the job by --ssh and --remote-root: there they change nothing of it."""
+"""The settings of a job. For `resume`, --ssh and --remote-root only find the job and do not change it."""
 LIMITS = (
     _row(
         "--after",
@@ -185,11 +185,11 @@ LIMITS = (
         metavar="SIZE",
     ),
 )
-"""What the host does with a job by itself."""
+"""The rules that the host applies to a job without the client."""
 
 
 def with_keys(rows: Sequence[Row], *, resume: bool = False, gpus: str | None = None) -> Decorator:
-    """The options of these rows; of a resume those that it takes. `gpus`: which GPUs a command takes without --gpus."""
+    """The options of these rows; for a resume only the allowed ones. `gpus`: the default of --gpus, for its help."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for row in reversed(rows):
@@ -202,7 +202,7 @@ def with_keys(rows: Sequence[Row], *, resume: bool = False, gpus: str | None = N
 
 
 def take_changes(options: dict[str, Any]) -> dict[str, Any]:
-    """What this command line says of keys, by dotted key; the options that say it leave `options`."""
+    """The config changes of this command line, by dotted key; their options are removed from `options`."""
     own = [option for option in click.get_current_context().command.params if isinstance(option, KeyOption)]
     given = [option.changes(options.pop(option.name)) for option in own if option.name in options]
     return {key: value for changes in given for key, value in changes.items()}

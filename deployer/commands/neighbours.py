@@ -1,7 +1,7 @@
-"""Words that people bring from other tools (SkyPilot, dstack, submitit, Slurm, docker, kubectl, accelerate, rsync), and
-the whole line that says the same here. It is shown, to be typed: nothing is run for such a word.
+"""Commands and options of other tools (SkyPilot, dstack, submitit, Slurm, docker, kubectl, accelerate, rsync), and the
+equivalent command line here. The line is only shown, to be typed: nothing is run.
 
-To teach it a word, add it to a row of COMMANDS, or an option to OPTIONS.
+To add a word, put it in a row of COMMANDS; to add an option, put it in OPTIONS.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMMANDS = {
     "gc": "rm clean cleanup prune purge remove",
     "doctor": "check verify",
 }
-"""Our command, with an option where it needs one: the words for it elsewhere."""
+"""Our command, with an option if it needs one, and the words for it in other tools."""
 
 OPTIONS = {
     "run": {
@@ -70,31 +70,31 @@ OPTIONS = {
     "stop": {"--force": "-9 -KILL", "--grace {}": "-t --time --timeout --grace-period"},
     "gc": {"--yes": "-y -f"},
 }
-"""Of our command: an option of ours, or a key of the config, and the options that say it elsewhere (with `-` for `_`).
-For what is not here `run`, `sft` and `resume` ask the schema, which knows other tools' names of its keys, and `sft`
-what stands under `run`."""
+"""By our command: an option of ours, or a key of the config, and the same options in other tools (with `-` for `_`).
+For other options, `run`, `sft` and `resume` look in the schema, which has the names of its keys in other tools; `sft`
+also looks in the rows of `run`."""
 
 ABSENT = {
     "--output-dir": "results are pulled to results/ID; deploy.py pull ID --to DIR puts them elsewhere",
     "--nodes": "a job runs on one host",
     "--nnodes": "a job runs on one host",
 }
-"""Options of `run` elsewhere that need none here, and why."""
+"""Options of other tools that `run` does not need, and why."""
 
 GROUPS = ("jobs", "job", "trl")
-"""Words before another tool's command, as in `sky jobs queue` and `trl sft`."""
+"""Words that stand before a command in other tools, as in `sky jobs queue` and `trl sft`."""
 
 COPIES = ("rsync", "scp", "cp", "sync", "copy")
-"""Words elsewhere for both ways: to a host when the last word names one."""
+"""Words of other tools for both directions: to a host if the last word names one."""
 
 PROGRAMS = frozenset(("python", "python3", "torchrun", "accelerate", "deepspeed", "bash", "sh"))
-"""What a first word means that no file is named by, also where this machine lacks it; else what is found here."""
+"""First words that mean a program even if this machine lacks it; other words must be in PATH here."""
 
 _OURS_OF = {word: ours for ours, words in COMMANDS.items() for word in words.split()}
 
 
 def line_here(words: Sequence[str], commands: Mapping[str, click.Command]) -> str:
-    """The line that says here what `words` say elsewhere, to be typed; empty where their first is no tool's word."""
+    """The line to type here for `words` of another tool; empty if the first word is not a word of another tool."""
     if words[0] in GROUPS and words[1:] and (words[1] in _OURS_OF or words[1] in commands):
         words = words[1:]
     ours = words[0] if words[0] in commands else _OURS_OF.get(words[0], "")
@@ -109,8 +109,8 @@ def line_here(words: Sequence[str], commands: Mapping[str, click.Command]) -> st
 
 
 def line_with_options(command: click.Command, option: str, words: Sequence[str]) -> str:
-    """The words of a command of ours with our options and keys in place of other tools'; empty where `option`, which
-    the command lacks, is no tool's."""
+    """The line of our command with our options and keys instead of other tools' options. Empty if `option`, which the
+    command does not have, is not an option of another tool."""
     name = command.name or ""
     known = _template(name, option) is not None or (name == "run" and _plain(option) in ABSENT)
     return _Line(name, command).of(words) if known else ""
@@ -118,7 +118,7 @@ def line_with_options(command: click.Command, option: str, words: Sequence[str])
 
 @dataclass
 class _Line:
-    """A line of ours, as it is put together."""
+    """Builds a line of ours."""
 
     name: str
     command: click.Command
@@ -127,7 +127,7 @@ class _Line:
     keys: list[str] = field(default_factory=list)
     program: list[str] | None = None
     own: list[str] = field(default_factory=list)
-    """What stands for `keys`, as it was given: a program takes it for itself."""
+    """The options that became `keys`, as they were given: if the line has a program, they go to the program."""
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -158,7 +158,7 @@ class _Line:
         known = _option(self.command, name)
         if known is not None:
             takes = not (known.is_flag or equals or (known.metavar or "").startswith("["))
-            if name not in known.opts or not set(known.opts) & set(self.options):  # else it came with the command
+            if name not in known.opts or not set(known.opts) & set(self.options):  # else our command has it already
                 self.options += [word, *left[: int(takes)]] if name != "--notify" else ["--notify", "URL"]
             del left[: int(takes)]
             return
@@ -193,20 +193,20 @@ class _Line:
     def _job_words(self) -> list[str]:
         arguments = [param for param in self.command.params if isinstance(param, click.Argument)]
         words, options = list(self.words), self.options
-        if not arguments:  # a command about a host; a word after an option that is none of ours may be the option's
+        if not arguments:  # a command about a host; a word after an unknown option may be its value
             host = words[:1] if self.name != "gc" and not self.left_out and "--ssh" not in options else []
             self.left_out += words[len(host) :]
             return [*options, *(["--ssh", *host] if host else [])]
-        if self.name == "push" and words and ":" in words[-1]:  # as scp and rsync name where a file goes
+        if self.name == "push" and words and ":" in words[-1]:  # the target in scp and rsync
             name, _, folder = words.pop().partition(":")
             words, options = [name, *words], [*options, *(["--into", folder] if folder.strip("/.") else [])]
-        if self.name == "pull" and words and ":" in words[0]:  # as scp, rsync and docker name a file
+        if self.name == "pull" and words and ":" in words[0]:  # a file in scp, rsync and docker
             words[:1] = words[0].split(":", 1)
             options = [*options, "--to", words.pop()] if len(words) > 2 else options
         if "--all" in options:
             return options
         if len(words) == 2 and _IS_NUMBER.match(words[1]) and not _IS_NUMBER.match(words[0]):
-            words = ["ID"]  # as SkyPilot names a job: CLUSTER 3
+            words = ["ID"]  # a job in SkyPilot: CLUSTER 3
         if arguments[0].nargs == -1:
             return [*options, *(list(filter(_is_id, words)) or ["ID"])]
         if len(arguments) == 1:
@@ -233,25 +233,25 @@ def _plain(option: str) -> str:
 
 
 def _template(name: str, option: str) -> str | None:
-    """Of our command: what an option of another tool is here, with `{}` for its value."""
+    """Our option or key for an option of another tool, with `{}` for its value; None if there is none."""
     plain = _plain(option)
     for template, options in OPTIONS.get("run" if name == "resume" else name, {}).items():
         if plain in options.split() and (name != "resume" or "=" in template):
             return template
     if name == "sft":
         found = _template("run", option)
-        return found if found != "{}" else None  # it takes no file
+        return found if found != "{}" else None  # sft takes no file
     is_key = name in ("run", "resume") and plain.startswith("--") and plain not in ABSENT
     return _keys().get(plain[2:].replace("-", "_")) if is_key else None
 
 
 def said_here(option: str) -> str:
-    """What an option of another tool's launch is here, an option or a key; empty for one that nobody knows."""
+    """Our option or key for an option of another tool's launch; empty if it is unknown."""
     return " ".join(_filled(_template("sft", option) or "", "VALUE"))
 
 
 def _is_task_elsewhere(word: str) -> bool:
-    """Whether a file is a task that `convert` takes."""
+    """Whether the word is a file with a task that `convert` takes."""
     if not Path(word).is_file():
         return False
     from trainer.config.kinds.recognise import DSTACK, SKYPILOT, read_kind
@@ -265,7 +265,7 @@ def _is_task_elsewhere(word: str) -> bool:
 
 @cache
 def _keys() -> dict[str, str]:
-    """Template of a key by its last name, where no other has it, and by its names elsewhere."""
+    """The template of a key by its last name, if no other key has that name, and by its names in other tools."""
     from trainer.config.keys import aliases, known_keys
 
     kinds = known_keys()
@@ -275,12 +275,12 @@ def _keys() -> dict[str, str]:
 
 
 def _filled(template: str, value: str) -> list[str]:
-    """The words of a template with a value in them, or with what shows that one is needed."""
+    """The words of a template with the value, or with a placeholder if the value is missing."""
     if template.startswith("--gpus auto"):
         count = re.search(r"\d+\Z", value)  # gpu:a100:2
         value = count[0] if count else "N"
     elif template.startswith("--max-runtime"):
-        value = re.sub(r"\A(\d+):(\d\d):(\d\d)\Z", r"\1h\2m\3s", value)  # as Slurm has it
+        value = re.sub(r"\A(\d+):(\d\d):(\d\d)\Z", r"\1h\2m\3s", value)  # the format of Slurm
         value = value if re.fullmatch(r"(\d+[dhms])+", value) else "VALUE"
     elif value.lower() == "false":
         template = template.replace("=true", "=false")
@@ -288,7 +288,7 @@ def _filled(template: str, value: str) -> list[str]:
 
 
 def is_program(word: str) -> bool:
-    """Whether a first word that is no command means a program of somebody's own, and no config."""
+    """Whether a first word that is not a command means a program of the user, and not a config."""
     path = Path(word)
     if path.suffix == ".py":
         return path.is_file() and not re.search(r"^config\b.*=", _text(path), re.MULTILINE)

@@ -1,6 +1,6 @@
-"""What commands share on the command line: how their words are told apart, the options that several have, and the host
-that these mean: the one that is named, or the one that a job was launched on. A command about one job means the newest
-where none is named.
+"""Common parts of the command line: how words are parsed, the options that several commands have, and the host that
+these select: the named one, or the one on which a job was launched. A command about one job takes the newest job if
+none is named.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PULL_LIMIT = (
     "logs and metrics always come. 0: no limit"
 )
 MOST_JOBS = 30
-"""That one can go through."""
+"""Jobs through which `top` can step."""
 WAYS = ("auto", "fabric", "openssh")
-"""As a record of a job has them."""
+"""The values of --transport, also in a job's record."""
 
 
 class Command(click.Command):
-    """A command whose help names the program as it was called and groups the options. It also knows other tools' names
-    of its options."""
+    """A command whose help names the program as it was called and groups the options. For an unknown option it suggests
+    ours if another tool has an option of that name."""
 
     context_class = Context
 
@@ -58,7 +58,7 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            error.ctx = error.ctx or ctx  # click leaves it out of an option without its value
+            error.ctx = error.ctx or ctx  # click does not set it for an option without its value
             if not isinstance(error, click.NoSuchOption):
                 raise
             from deployer.commands.neighbours import line_with_options
@@ -71,7 +71,7 @@ class Command(click.Command):
 
 
 class Commands(Command, click.Group):
-    """A first word that is no command is a config: `deploy.py CONFIG …` means `deploy.py run CONFIG …`."""
+    """If the first word is not a command, it is a config: `deploy.py CONFIG …` means `deploy.py run CONFIG …`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
@@ -87,7 +87,7 @@ class Commands(Command, click.Group):
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Commands with a `section` stand below the others."""
+        """Writes the commands, and those with a `section` below the others."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for name, command in sorted(self.commands.items()):
             rows = sections.setdefault(getattr(command, "section", "Commands"), [])
@@ -101,7 +101,7 @@ class Commands(Command, click.Group):
             formatter.write_dl(as_rows())
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Ends with 141, as by SIGPIPE, once nobody reads the output any more (click would say 1)."""
+        """Exits with 141, as with SIGPIPE, if the reader of the output has gone (click would exit with 1)."""
         try:
             try:
                 return super().invoke(ctx)
@@ -110,12 +110,12 @@ class Commands(Command, click.Group):
         except BrokenPipeError:
             null = os.open(os.devnull, os.O_WRONLY)
             for number in (sys.stdout.fileno(), sys.stderr.fileno()):
-                os.dup2(null, number)  # what is still buffered leaves no complaint at the end
+                os.dup2(null, number)  # buffered output causes no error at exit
             sys.exit(UNREAD)
 
 
 class HostCommand(Command):
-    """A command about a host, which is named by --ssh: a word beside the options is most likely that host."""
+    """A command about a host, which --ssh names: a word beside the options is probably that host."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True
@@ -128,8 +128,8 @@ class HostCommand(Command):
 
 
 def _check_no_slip(words: list[str], commands: Mapping[str, click.Command]) -> None:
-    """UsageError for a first word that looks like a command and is none, or is one elsewhere; a config's name has a
-    point or is there, but for that."""
+    """Raises UsageError for a first word that names no file, if it is a command of another tool, or consists of letters
+    and is not a program. Other words are taken for a config."""
     word = words[0]
     if any(Path(word + ending).is_file() for ending in ("", ".py", ".yaml", ".yml")):
         return
@@ -145,7 +145,7 @@ def _check_no_slip(words: list[str], commands: Mapping[str, click.Command]) -> N
 
 
 class WithProgram(Command):
-    """A command whose words after `--` are a program of the user's, kept apart and untouched."""
+    """A command whose words after `--` are a program of the user; click does not parse them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = tuple(args)
@@ -154,7 +154,7 @@ class WithProgram(Command):
             cut = args.index("--")
             args, program = args[:cut], tuple(args[cut + 1 :])
         ctx.meta["program"] = program
-        # an option with an optional value would take the next word for it
+        # click would take the next word as the optional value
         args = ["--dry-run=local" if a == "--dry-run" else a for a in args]
         try:
             left = super().parse_args(ctx, args)
@@ -167,12 +167,12 @@ class WithProgram(Command):
             raise UsageError(f"no such option: {error.option_name}", hint=hint) from None
 
     def hint_of(self, error: click.NoSuchOption) -> str:
-        """What to do about an unknown option; empty where `nearest` finds the one that was meant."""
+        """The hint for an unknown option; empty if `nearest` finds a similar option."""
         return "" if nearest(error) else "put -- before your own program: deploy.py run -- PROGRAM …"
 
 
 class WithKeys(WithProgram):
-    """A command that makes a config: what is no option of it is most likely a key."""
+    """A command that makes a config: an unknown option is probably a key."""
 
     def hint_of(self, error: click.NoSuchOption) -> str:
         from deployer.commands.neighbours import said_here
@@ -201,18 +201,18 @@ CONNECT_TIMEOUT = click.option(
     help="Seconds to connect and log in [ConnectTimeout of ssh_config, or 10].",
 )
 ACCESS = ("ssh_key", "accept_new_host_key", "transport", "connect_timeout_s")
-"""The options that say how to get in, as they reach a command."""
+"""The parameters of a command that say how to connect and log in."""
 
 
 def with_access(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say how to get in."""
+    """Adds the options that say how to connect and log in."""
     for option in (CONNECT_TIMEOUT, TRANSPORT, ACCEPT, SSH_KEY):
         command = option(command)
     return command
 
 
 def at_a_place(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say which host is meant and how to get in; they reach the command as `**place`."""
+    """Adds the options for the host and for the connection; the command gets them as `**place`."""
     return SSH.option()(with_access(ROOT.option("root")(command)))
 
 
@@ -226,7 +226,7 @@ NOTIFY = click.option(
 
 
 def with_results(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say how long this client stays with a job, what it brings home, and whom it tells."""
+    """Adds the options about this client's part in a job: detach, pull, and --notify."""
     detach = click.option(
         "--detach", is_flag=True, help="Return once the host has accepted the job, even if it is queued."
     )
@@ -241,7 +241,7 @@ def with_results(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_limits(*, resume: bool = False) -> Decorator:
-    """The options that say what the host does with a job by itself."""
+    """Adds the options for rules that the host applies to a job without the client."""
     allow_busy = click.option("--allow-busy", is_flag=True, help="Use GPUs even if other jobs or processes use them.")
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,8 +266,8 @@ GIVE_UP = click.option(
 
 
 def host_of(ssh: str | None, root: str | None, *, project: Path | None = None, **access: Any) -> Host:
-    """The host of this name, entered as the options of ACCESS say, and the defaults for this host: of the project, else
-    of the present folder."""
+    """The host of this name, with the connection options of ACCESS and the defaults for this host. The defaults are
+    those of the project, else of the current folder."""
     root, access = _with_defaults(ssh, root, access, project)
     return _host(ssh, root, **access)
 
@@ -275,8 +275,8 @@ def host_of(ssh: str | None, root: str | None, *, project: Path | None = None, *
 def _with_defaults(
     ssh: str | None, root: str | None, access: dict[str, Any], project: Path | None = None
 ) -> tuple[str | None, dict[str, Any]]:
-    """A mistake in a file of defaults keeps no command from a host (a job can be stopped all the same); a launch has
-    read them before, and refused."""
+    """Completes the folder and the connection options from the defaults. A mistake in a file of defaults gives only a
+    notice, so that a job can still be stopped; a launch reads them earlier, and fails."""
     from deployer.commands.defaults import Defaults, read_defaults
 
     try:
@@ -297,8 +297,8 @@ def _host(ssh: str | None, root: str | None, **access: Any) -> Host:
 
 
 def entrance(ssh: str | None, **access: Any) -> Callable[[str | None, str], Host]:
-    """`host_of` for a command that learns later which host and folder are meant. With `ssh`, which then is that host's
-    name, a connection begins in the background now."""
+    """`host_of` for a command that knows the host and folder only later. If `ssh` is given, it is that host's name, and
+    a connection begins in the background now."""
     if ssh is None:
         return partial(host_of, **access)
     from deployer.connection.host import load_link, make_transport
@@ -311,7 +311,7 @@ def entrance(ssh: str | None, **access: Any) -> Callable[[str | None, str], Host
 
 
 def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
-    """The named host, or every host that the records name and this machine, which needs no key."""
+    """The named host; else every host in the records, and this machine, which needs no key."""
     from deployer.jobs.registry import noted_places, read_records
 
     if ssh is not None or root is not None:
@@ -320,7 +320,7 @@ def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
     records = read_records(damages.append)
     if damages:
         notice(*map(shown, damages))
-        records = [*noted_places(), *records]  # which host a damaged one named, nobody else knows
+        records = [*noted_places(), *records]  # a damaged record no longer names its host
     places = {(r.ssh, r.root): r for r in records}
     here = {**access, "ssh_key": None}
     hosts = [_host(*place, **_access(r, **(access if r.ssh else here))) for place, r in places.items()]
@@ -328,9 +328,10 @@ def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
 
 
 def find_host(job_id: str | None, ssh: str | None, root: str | None, **access: Any) -> tuple[Host, JobRecord | None]:
-    """The host of a job by this client's records; with --ssh or --remote-root the host that they name, and no record.
+    """A job's host and record from this client's records; with --ssh or --remote-root the host that they name, and no
+    record.
 
-    Without an id the newest job's, of the host that is named or of all: it is told, and its record is there.
+    Without an ID: those of the newest job on the named host, or on any host. A notice shows the ID of that job.
     """
     from deployer.jobs.registry import find_record
 
@@ -345,18 +346,19 @@ def find_host(job_id: str | None, ssh: str | None, root: str | None, **access: A
 
 
 def id_of(job_id: str | None, record: JobRecord | None) -> str:
-    """The id to ask a host for, after `find_host`: the record's whole one, else as it was typed."""
-    assert record is not None or job_id is not None  # without an id there is a record
+    """The ID to send to a host, after `find_host`: the complete ID in the record, else the ID as it was typed."""
+    assert record is not None or job_id is not None  # without an ID there is a record
     return record.job_id if record is not None else str(job_id)
 
 
 def newest_job(ssh: str | None = None, root: str | None = None) -> JobRecord:
-    """The job that this client launched last, of the host or the folder that is named. UnknownJob without one."""
+    """The job that this client launched last, on the named host or in the named folder. Raises UnknownJob if there is
+    none."""
     from deployer.jobs.registry import read_records, written_at
 
     damages: list[str] = []
     records = read_records(damages.append)
-    notice(*map(shown, damages))  # which may be the newest
+    notice(*map(shown, damages))  # a damaged record may be the newest
     meant = [r for r in records if ssh in (None, r.ssh) and root in (None, r.root)]
     if not meant:
         where = (f" on {ssh}" if ssh else "") + (f" in {root}" if root else "")
@@ -364,12 +366,12 @@ def newest_job(ssh: str | None = None, root: str | None = None) -> JobRecord:
         raise UnknownJob(
             f"no job was launched from this machine{where}", hint=f"give the id of one; {asked} lists the jobs"
         )
-    latest = [record for record in meant if record.created == meant[-1].created]  # told to the second
+    latest = [record for record in meant if record.created == meant[-1].created]  # in whole seconds
     return max(latest, key=written_at)
 
 
 def known_jobs(ssh: str | None, root: str | None, **access: Any) -> list[tuple[Host, JobRecord]]:
-    """The jobs that this client launched, on the host or in the folder that is named, the newest first."""
+    """The newest jobs that this client launched, on the named host or in the named folder, newest first."""
     from deployer.jobs.registry import newest_records
 
     records = newest_records("", MOST_JOBS)
@@ -380,8 +382,8 @@ def known_jobs(ssh: str | None, root: str | None, **access: Any) -> list[tuple[H
 
 
 def name_one(what: str, command: str) -> UsageError:
-    """For a command that ends or drops something, and therefore takes no job that is not named: what is wrong, and the
-    line for the newest one."""
+    """The error for a command that stops or forgets jobs, and therefore needs their names. The hint has the line for
+    the newest job."""
     try:
         newest = newest_job().job_id
     except UnknownJob:
@@ -390,6 +392,6 @@ def name_one(what: str, command: str) -> UsageError:
 
 
 def _access(record: JobRecord, **access: Any) -> dict[str, Any]:
-    """As the command line says, else as the job was launched."""
+    """The connection options of the command line, else those of the job's launch."""
     remembered = {"ssh_key": record.ssh_key, "transport": record.transport}
     return {**access, **{name: access[name] or value for name, value in remembered.items()}}

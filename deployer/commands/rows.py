@@ -1,5 +1,4 @@
-"""Jobs as rows of a table: what stands in which column, and what gives way where a terminal is too narrow for all; the
-same for a script."""
+"""Jobs as rows of a table: the columns, and which of them are dropped on a narrow terminal; also rows as JSON."""
 
 from __future__ import annotations
 
@@ -16,22 +15,22 @@ from deployer.printable import Shown, cells, shown
 
 NONE = "-"
 GAP = 2
-"""Between two columns."""
+"""Blanks between two columns."""
 WIDE_COMMAND, NARROW_COMMAND = 40, 12
 COMMAND = "COMMAND"
 MOST_LEFT_S = 1e9
-"""Who says more knows nothing."""
+"""Seconds; an estimate of more than this is not shown."""
 
 
 class _Column(NamedTuple):
     title: str
     cell: Callable[[SeenJob], str]
     goes: int = 0
-    """Which is dropped first where there is no room, the lowest number; 0: it stays."""
+    """Order in which columns are dropped if there is no room, lowest number first; 0: never dropped."""
 
 
 def columns_of(rows: Sequence[SeenJob], room: int | None) -> tuple[list[Shown], list[tuple[Shown, ...]]]:
-    """The titles and the rows' cells for a terminal of so many columns; all of them without one."""
+    """The titles and the cells of the rows for a terminal with `room` columns; None: all columns."""
     written = [[shown(column.cell(row)) for row in rows] for column in COLUMNS]
     widths = [max(len(column.title), *map(len, texts), 0) for column, texts in zip(COLUMNS, written, strict=True)]
     command = next(number for number, column in enumerate(COLUMNS) if column.title == COMMAND)
@@ -40,7 +39,7 @@ def columns_of(rows: Sequence[SeenJob], room: int | None) -> tuple[list[Shown], 
         widths[command] = max(min(widths[command], NARROW_COMMAND), widths[command] - _total(widths) + room)
     kept = list(range(len(COLUMNS)))
     droppable = [number for number in kept if COLUMNS[number].goes]
-    # a column that says nothing goes before any other
+    # empty columns are dropped before any other
     for number in sorted(droppable, key=lambda n: (set(written[n]) - {NONE} != set(), COLUMNS[n].goes)):
         if room is None or _total([widths[n] for n in kept]) <= room:
             break
@@ -59,7 +58,7 @@ def _cut(text: Shown, most: int) -> Shown:
 
 
 def in_order(rows: Sequence[SeenJob]) -> list[SeenJob]:
-    """What runs on top, then what waits to run, then what has ended; the newest first in each."""
+    """Running jobs first, then waiting ones, then ended ones; the newest first in each group."""
 
     def place(row: SeenJob) -> int:
         return 0 if row.job.state == RUNNING else 2 if row.job.state in FINAL and row.seen_at is not None else 1
@@ -80,7 +79,7 @@ _STYLES = {
 
 
 def style_of(row: SeenJob) -> str:
-    """The style of a row, by the state of its job."""
+    """The style of a row, from the state of its job."""
     return "magenta" if row.trouble else style_of_state(row.job.state)
 
 
@@ -89,7 +88,7 @@ def style_of_state(state: State) -> str:
 
 
 def seconds_left(job: Row) -> float | None:
-    """Until its last step, as fast as it went lately; None where it does not run, or nobody knows."""
+    """Seconds until the last step, at the recent speed; None if the job does not run, or if this is unknown."""
     if job.state != RUNNING or job.step is None or job.steps is None or job.step_s is None or job.step > job.steps:
         return None
     left_s = (job.steps - job.step) * job.step_s
@@ -97,7 +96,7 @@ def seconds_left(job: Row) -> float | None:
 
 
 NULL_AT_FIRST = "reason", "on_host", "attempt", "max_attempts", "damaged", "command"
-"""What a script reads as null while there is nothing to say."""
+"""Keys that are null in the JSON while they have no value."""
 
 
 def row_as_json(row: SeenJob) -> dict[str, Any]:
@@ -141,7 +140,7 @@ def _loss(row: SeenJob) -> str:
 
 
 def _elapsed(row: SeenJob) -> str:
-    """Of what runs, with what went by since it was last seen; of what has not begun, since it was launched."""
+    """How long the job has run, including the time since it was last seen; before its start, the time since launch."""
     job = row.job
     if job.ran_s is None:
         return age_of(row) if job.state not in FINAL else NONE

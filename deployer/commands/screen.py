@@ -1,4 +1,4 @@
-"""What a followed job shows on this terminal, shared by `run` and `logs`."""
+"""Messages about a followed job on this terminal, for `run` and `logs`."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from deployer.launch.notify import Notices
 
 LAST_LINES = 15
-"""Of a log, where a job has failed."""
+"""Lines of the log that are shown after a failure."""
 
 
 class Screen(Watcher):
-    """Tells on stderr how a launch goes."""
+    """Shows the progress of a launch on stderr."""
 
     def __init__(self, record: JobRecord, *, tells_attempts: bool = True) -> None:
         self.record = record
         self.beginning = ""
-        """What is said of the job once it has started."""
+        """A line to show when the job has started."""
         self.folder: str | None = None
         """The job's folder on the host, once the host has acknowledged the job."""
         self.keeps: Callable[[], None] | None = None
-        """What is kept on this client of a launch that has come to a job; no job waits for it."""
+        """Called in a thread when the job has started, to keep notes on this client; the job does not wait for it."""
         self.notices: Notices | None = None
-        """The commands that are told of the job."""
+        """The --notify commands to run at the job's events."""
         self.stopping = False
-        """The host stops it, for it was called off just after its start."""
+        """Whether the host stops the job because it was cancelled just after its start."""
         self._asked = 0
         self._bars = ExitStack()
         self._update: Callable[[int, int], None] | None = None
@@ -58,7 +58,7 @@ class Screen(Watcher):
         self._waiting = False
         self._heard_at = time.monotonic()
         self.known_state: State | None = None
-        """As its host said last; None before."""
+        """The last state that the host reported; None before the first."""
         self._attempt = 1
         self._tells_attempts = tells_attempts
         self._queue: QueueView | None = None
@@ -73,7 +73,7 @@ class Screen(Watcher):
 
     @property
     def may_have_begun(self) -> bool:
-        """Whether a host was asked to start it, and has not said that it did not."""
+        """Whether a host was asked to start the job and has not refused."""
         return self._asked > 0 and not self.stopping
 
     def sending(self, sent: int, total: int) -> None:
@@ -102,12 +102,12 @@ class Screen(Watcher):
         return self.folder is not None
 
     def close(self) -> None:
-        """Ends the upload's bar, for good."""
+        """Ends the progress bar of the upload; no other bar is shown after that."""
         self._closed = True
         self._bars.close()
 
     def called_off(self) -> int:
-        """Says how it stands with a job whose start was interrupted; the exit code."""
+        """Shows the state of a job whose start was interrupted. Returns the exit code."""
         self.close()
         job_id, me = self.record.job_id, terminal.invoked_as()
         terminal.notice(shown(""))
@@ -117,21 +117,21 @@ class Screen(Watcher):
         if not self.may_have_begun:
             terminal.notice(shown("cancelled: nothing was started"))
             return INTERRUPTED
-        self.remember()  # `status` must know which host to ask
+        self.remember()  # `status` needs to know the job's host
         host = self.record.ssh or HERE
         terminal.notice(shown(f"cancelled, but {host} has not said whether {job_id} was started"))
         terminal.notice(shown(f"  {me} status {job_id} looks, {me} stop {job_id} stops it"))
         return RUNS_ON
 
     def remember(self) -> None:
-        """Notes the job, so that its id finds it. A disk that takes no note must not end the launch."""
+        """Writes the job's record, so that its ID finds it. A disk error must not end the launch."""
         try:
             write_record(self.record)
         except OSError as error:
             terminal.notice(shown(f"warning: this client keeps no record of {self.record.job_id}: {error}"))
 
     def state(self, status: Status) -> None:
-        # for a `ps` when the host cannot be reached
+        # `ps` shows it if the host cannot be reached
         note_state(self.record, self.record.ssh or HERE, status.state)
         if self.notices is not None:
             self.notices.state(status)
@@ -173,7 +173,7 @@ class Screen(Watcher):
         return bool(self._told)
 
     def changed(self, change: Change) -> None:
-        if change in self._told:  # over an earlier connection
+        if change in self._told:  # shown already, over an earlier connection
             return
         self._told.add(change)
         name = LogName.parse(change.file)
@@ -181,7 +181,7 @@ class Screen(Watcher):
         terminal.notice(shown(f"[{file} {_CHANGED[change.what].format(change.to)}]"))
 
     def left_behind(self, *what: str) -> None:
-        """Lines for one who stops following: what happened, how the job is, how to come back to it."""
+        """Shows lines when this client stops following: what happened, the job's state, and how to follow it again."""
         job_id, me = self.record.job_id, terminal.invoked_as()
         ago = terminal.age(time.monotonic() - self._heard_at)
         state = self.known_state or RUNNING
@@ -207,27 +207,27 @@ _CHANGED = {
 
 
 class _Ended(KeyboardInterrupt):
-    """SIGTERM has come, or the terminal is gone."""
+    """SIGTERM was received, or the terminal was closed."""
 
 
 def leave_terminal() -> None:
-    """Says no more to a terminal: a word to one that is gone would be an error."""
+    """Redirects output to a terminal to /dev/null: a write to a closed terminal would be an error."""
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (1, 2):
-        if stat.S_ISCHR(os.fstat(stream).st_mode):  # of one that is gone, isatty says no
+        if stat.S_ISCHR(os.fstat(stream).st_mode):  # isatty is false for a closed terminal
             os.dup2(null, stream)
     os.close(null)
 
 
 def is_unread(error: OSError) -> bool:
-    """Whether a stream of ours has lost its reader: a pipe, or a terminal that was closed."""
+    """Whether an output stream has lost its reader: a broken pipe, or a closed terminal."""
     return error.errno in (errno.EPIPE, errno.EIO)
 
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Within, SIGTERM and a terminal that is closed are what Ctrl-C is: whatever was begun is called off or left in
-    order. Not where somebody has them ignored, as nohup does."""
+    """In this context, SIGTERM and a closed terminal act like Ctrl-C, so that the running work ends in order. Ignored
+    signals stay ignored, for example under nohup."""
 
     def end(number: int, frame: object) -> None:
         if number == signal.SIGHUP:
@@ -248,7 +248,7 @@ def ending_in_order() -> Iterator[None]:
 
 
 def log_view(*, bare: bool, raw: bool = False, launcher: bool = False, as_json: bool = False) -> LogView:
-    """A view on this process's own stdout and stderr; all on stderr where a script reads a JSON on stdout."""
+    """A log view on this process's stdout and stderr; all on stderr if a script reads JSON on stdout."""
     sys.stdout.flush()
     if as_json:
         return LogView(sys.stderr.buffer, sys.stderr.buffer, terminal=False, bare=bare, escapes=False)
@@ -265,7 +265,7 @@ def log_view(*, bare: bool, raw: bool = False, launcher: bool = False, as_json: 
 
 
 def missed_lines(job_id: str, final: Status, host: Host) -> list[str]:
-    """Why what the job missed was not there, as far as this client knows."""
+    """Lines that explain why files that the job missed were not there, as far as this client knows."""
     if not final.missing:
         return []
     from deployer.jobs.left_out import recall_left_out, why_missing
@@ -274,8 +274,8 @@ def missed_lines(job_id: str, final: Status, host: Host) -> list[str]:
 
 
 def last_words(job_id: str, final: Status, host: Host) -> list[str]:
-    """The last lines of the log that tells most of a failure, for a script; none where there is no log, or the host
-    does not tell now."""
+    """The last lines of the log that explains a failure best, for a script; empty if there is no log, or the host does
+    not answer now."""
     if final.state != FAILED or final.log == "":
         return []
     name = LogName.parse(final.log or "")
@@ -290,7 +290,7 @@ def last_words(job_id: str, final: Status, host: Host) -> list[str]:
 
 
 def next_commands(job_id: str, final: Status | None = None, *, without: str = "") -> None:
-    """Says what can be done next with a job; not `without`, the command that was just carried out."""
+    """Shows the next commands for a job, except `without`, the command that just ran."""
     left = [line for line in next_lines(job_id, final) if line != f"{without} {job_id}"]
     for n, line in enumerate(left):
         terminal.notice(shown(f"{'      ' if n else 'next: '}{terminal.invoked_as()} {line}"))
@@ -300,9 +300,9 @@ def next_lines(job_id: str, final: Status | None) -> list[str]:
     """Commands for a job that runs, or that has ended with the status `final`."""
     if final is None:
         return [f"logs {job_id} -f", f"status {job_id}", f"stop {job_id}", f"pull {job_id}"]
-    if final.state == FAILED and final.after:  # it never started
+    if final.state == FAILED and final.after:  # it has never started
         because = final.after[0]
-        # a host's word, in what people paste
+        # a text from a host, in lines that people paste
         return [f"status {because}", f"resume {job_id} --after {because}"] if JOB_ID.match(because) else []
     if final.state == FAILED:
         which = telling_log(final)

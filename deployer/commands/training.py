@@ -1,4 +1,4 @@
-"""The trainer's commands under this program's name: each becomes the trainer, on this machine."""
+"""The trainer's commands under this program's name: each replaces this process by the trainer, on this machine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from deployer.paths import CLIENT_ROOT
 from deployer.terminal import invoked_as
 
 PROGRAM_ENV = "TORCHFERRY_PROGRAM"
-"""Says to the trainer how it was called."""
+"""The environment variable with the name under which the trainer was called, for its messages."""
 TRAINER = CLIENT_ROOT / "train.py"
-"""By its path: a folder `trainer` of the project that somebody stands in is not ours."""
+"""Called by its path, because the project in the current folder may have its own folder `trainer`."""
 FORWARDED = {
     "train": ("Train on this machine from a config file.", ()),
     "inspect": ("Show what a config would train on, and how; needs no GPU.", ("--inspect",)),
@@ -26,13 +26,13 @@ FORWARDED = {
     "generate": ("Generate text with a trained model.", ()),
     "tokenize": ("Write text as a token file for pretraining.", ()),
 }
-"""By name: the first line of its help, and the options of `train.py` that it stands for. The first three are
+"""By name: the first line of its help, and the options of `train.py` that it adds. The first three run
 `train.py CONFIG`."""
 OF_A_CONFIG = ("train", "inspect", "calibrate")
 
 
 class Forwarded(click.Command):
-    """Every word after its name is the trainer's, `--help` too."""
+    """Passes every word after its name to the trainer, also `--help`."""
 
     section = "On this machine, without a job"
 
@@ -57,7 +57,7 @@ def _become(name: str, words: list[str]) -> None:
 
 def _command(name: str) -> click.Command:
     short = FORWARDED[name][0]
-    words = click.Argument(["words"], nargs=-1, metavar="FILE")  # what a shell completes
+    words = click.Argument(["words"], nargs=-1, metavar="FILE")  # for shell completion
     return Forwarded(name, params=[words], help=short, short_help=short, callback=lambda words: _become(name, words))
 
 

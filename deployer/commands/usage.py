@@ -1,6 +1,6 @@
-"""A mistake in the command line, as click finds it, in the two parts that every error has.
+"""Converts click's usage errors to the two parts that every error has: message and hint.
 
-`trainer/commands/usage.py` does the same for the trainer, which may stand without this package.
+`trainer/commands/usage.py` does the same for the trainer, which may be installed without this package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import click
 from deployer.errors import UsageError
 
 LIKE = 0.7
-"""How alike two options must be for one to be a slip of the other: click suggests less likely ones too."""
+"""Least similarity of two options for a suggestion; click also suggests less similar ones."""
 _NUMBERS = {"integer": "a whole number", "float": "a number"}
 
 
@@ -25,7 +25,7 @@ def in_two_parts(error: click.ClickException) -> UsageError:
 
 
 def nearest(error: click.NoSuchOption) -> str:
-    """The option that was most likely meant; empty where none is near."""
+    """The most similar option; empty if none is similar enough."""
     return next(iter(get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=LIKE)), "")
 
 
@@ -69,7 +69,7 @@ def _hint(error: click.ClickException, ctx: click.Context | None) -> str:
 
 
 class Option(click.Option):
-    """An option whose name stands before what is wrong with its value."""
+    """An option whose name is added before the error about its value."""
 
     def handle_parse_result(self, ctx: click.Context, opts: Any, args: list[str]) -> tuple[Any, list[str]]:
         try:

@@ -1,4 +1,4 @@
-"""From a word of the command line to a value: sizes, durations, moments."""
+"""Parses words of the command line: sizes, durations, times, ports, GPUs, paths and assignments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deployer.errors import UsageError
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `500MB`, `2GB`, `1.5G`, `1000`; for a limit 0 means none."""
+    """The bytes in `500MB`, `2GB`, `1.5G` or `1000`; as a limit, 0 means no limit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[bB]?", text.strip())
     if match is None:
         raise UsageError(f"{text!r} is not a size", hint="write a size such as 500MB or 2GB")
@@ -25,7 +25,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of `90s`, `10m`, `1h30m`, `2d`; of `0` too, any other number needs its unit."""
+    """The seconds in `90s`, `10m`, `1h30m` or `2d`; only `0` needs no unit."""
     text = text.strip()
     if re.fullmatch(r"[1-9]\d*(\.\d+)?|0+\.\d+", text):
         raise UsageError(f"{text!r} has no unit", hint=f"write {text}s, {text}m, {text}h or {text}d")
@@ -39,14 +39,14 @@ def parse_duration(text: str) -> float:
 
 
 class Ports(NamedTuple):
-    """Two ends of a tunnel."""
+    """The two ends of a tunnel."""
 
     local: int
     remote: int
 
 
 def parse_ports(text: str) -> Ports:
-    """`8888`, the same here and there; `9000:8888`, 9000 here and 8888 there; `0:8888`, any free one here."""
+    """`8888`: the same port on both sides; `9000:8888`: 9000 here, 8888 there; `0:8888`: any free port here."""
     match = re.fullmatch(r"(?:([0-9]{1,6}):)?([0-9]{1,6})", text.strip())
     hint = "for example 8888, or 9000:8888, which is 9000 here and 8888 there"
     if match is None:
@@ -60,7 +60,7 @@ def parse_ports(text: str) -> Ports:
 
 
 def parse_since(text: str, *, now: datetime | None = None) -> dict[str, float]:
-    """A moment for the host: `ago_s` of a duration (`10m`), `unix_s` of a time (`14:30`, `2026-01-31T14:30`, `…Z`)."""
+    """A time for the host: `ago_s` for a duration (`10m`), `unix_s` for a time (`14:30`, `2026-01-31T14:30`, `…Z`)."""
     if re.fullmatch(r"[\d.]+[dhms\d.]*", text.strip()):
         return {"ago_s": parse_duration(text)}
     now = now or datetime.now().astimezone()
@@ -75,7 +75,7 @@ def parse_since(text: str, *, now: datetime | None = None) -> dict[str, float]:
 
 
 def parse_gpus(text: str) -> list[int | str]:
-    """GPUs of `0,2`, `auto:2` or UUIDs; the rules of target.gpu_ranks judge them."""
+    """The GPUs in `0,2`, `auto:2` or UUIDs; the rules of target.gpu_ranks check them later."""
     return [_gpu(word.strip()) for word in text.split(",")]
 
 
@@ -89,7 +89,7 @@ def _gpu(text: str) -> int | str:
 
 
 def parse_path(text: str) -> str:
-    """A path in its plain form: `./out/` is `out`."""
+    """A path in normal form: `./out/` becomes `out`."""
     return posixpath.normpath(text) if text else text
 
 
@@ -105,10 +105,10 @@ def parse_assignment(text: str) -> tuple[str, str]:
 
 
 class Seconds(click.FloatRange):
-    """A span of time that a clock can wait for: a number, and no more than a year."""
+    """A number of seconds, at most a year, so that every timer accepts it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         seconds = super().convert(value, param, ctx)
-        if not seconds <= 365 * 86400:  # not a number neither
+        if not seconds <= 365 * 86400:  # rejects NaN too
             self.fail(f"{seconds:g} is not a number of seconds up to a year.", param, ctx)
         return seconds

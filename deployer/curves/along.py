@@ -1,4 +1,4 @@
-"""A key's values along steps, seconds or tokens. Pure."""
+"""The values of a key by step, seconds or tokens. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Along = Literal["step", "time", "tokens"]
 SINCE_START = ("elapsed_s", "time_s", "wall_s", "elapsed", "_runtime")
 """Keys of programs that write the seconds since their start."""
 CLOCK = ("timestamp", "_timestamp", "time")
-"""Keys of programs that write the time of day in seconds."""
+"""Keys of programs that write the clock time in seconds."""
 SO_FAR = ("num_input_tokens_seen", "tokens_seen", "total_tokens", "consumed_tokens", "num_tokens")
-"""Keys of programs that write the tokens of all steps so far."""
+"""Keys of programs that write the total tokens so far."""
 UNITS = ((3600.0 * 48, 86400.0, "days"), (3600.0 * 2, 3600.0, "hours"), (120.0, 60.0, "minutes"))
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How x is told: divided by `unit`, which has this name."""
+    """The scale of the x axis: values are divided by `unit`, whose name is `name`."""
 
     name: str
     unit: float = 1.0
@@ -29,7 +29,7 @@ class Scale:
 
 
 def points_along(metrics: Metrics, key: str, along: Along) -> list[tuple[float, float]] | None:
-    """The values of a key; None where nothing tells of the time or of the tokens."""
+    """The values of a key; None if the metrics contain no time or no tokens."""
     series = metrics.get(key)
     if along == "step":
         return list(series)
@@ -44,14 +44,15 @@ def points_along(metrics: Metrics, key: str, along: Along) -> list[tuple[float, 
 
 
 def scale_of(along: Along, largest: float) -> Scale:
-    """What the axis is called, and in which unit it is told."""
+    """The name and the unit of the axis."""
     if along != "time":
         return Scale(along, whole=True)
     return next((Scale(name, unit) for least, unit, name in UNITS if largest > least), Scale("seconds"))
 
 
 def _seconds(metrics: Metrics) -> Series:
-    """Seconds since the first record: as the program tells them, or the trainer's seconds a step added up."""
+    """Seconds since the start or the first record: from the program's keys, or the trainer's seconds per step added
+    up."""
     for key in SINCE_START:
         if metrics.get(key).is_drawable:
             return metrics.get(key)
@@ -67,7 +68,7 @@ def _tokens(metrics: Metrics) -> Series:
     for key in SO_FAR:
         if metrics.get(key).is_drawable:
             return metrics.get(key)
-    return _added(metrics.get("tokens"), each_step=False)  # as the trainer has them: those since the last record
+    return _added(metrics.get("tokens"), each_step=False)  # the trainer writes the tokens since the last record
 
 
 def _mapped(series: Series, first: float) -> Series:
@@ -78,7 +79,7 @@ def _mapped(series: Series, first: float) -> Series:
 
 
 def _added(series: Series, *, each_step: bool) -> Series:
-    """The sums so far. `each_step`: a value is a mean over the steps since the last one."""
+    """The cumulative sums. `each_step`: a value is the mean over the steps since the last value."""
     total, before = 0.0, 0.0
     sums = Series()
     for step, value in series:

@@ -1,4 +1,4 @@
-"""Curves in a terminal, as lines of text. plotext draws them, and is imported when there is something to draw."""
+"""Curves in a terminal, as lines of text. plotext draws them; it is imported only when there is something to draw."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from deployer.printable import shown
 LEAST_WIDTH, LEAST_HEIGHT = 20, 5
 MOST_WIDTH, MOST_HEIGHT = 400, 120
 COLOURS = (12, 208, 10, 13, 11, 14, 9, 7)
-"""Of a terminal's palette, in the order of the curves."""
+"""Indices in the terminal's palette, in the order of the curves."""
 MARKS = "*+xo#@%="
-"""The same where there is no colour or no more than ASCII."""
+"""Marks in the order of the curves, used without colours or with only ASCII."""
 NOTHING = "no values yet"
 _ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 _AT_END = re.compile(r"(?: |\x1b\[0m)*\Z")
@@ -32,11 +32,11 @@ def draw_curve(
     plain: bool = False,
     whole_x: bool = True,
 ) -> list[str]:
-    """Curves by their names within axes: `height` lines of at most `width` columns, with all that is around them.
+    """Curves by name with axes: `height` lines of at most `width` columns, including axes and names.
 
-    Several curves have a line of names above them. Lines hold colours (SGR) if `colour`, and no other escape; `plain`:
-    ASCII alone, for a terminal that knows no more. `whole_x`: x counts something, so no tick stands at a half. Less
-    than LEAST_WIDTH or LEAST_HEIGHT is taken as these. Without a finite value it is one line that says so.
+    If there are several curves, lines with their names stand above them. Lines contain colours (SGR) if `colour`, and
+    no other escape sequences; `plain`: only ASCII. `whole_x`: x is a count, so ticks are whole numbers. A smaller size
+    than LEAST_WIDTH or LEAST_HEIGHT is raised to these. Without finite values the result is the one line NOTHING.
     """
     width = min(max(width, LEAST_WIDTH), MOST_WIDTH)
     height = min(max(height, LEAST_HEIGHT), MOST_HEIGHT)
@@ -60,7 +60,7 @@ def _points(curve: Series | Points) -> Points:
 
 
 def _names(names: list[str], width: int, *, colour: bool, by_mark: bool) -> list[str]:
-    """Which curve is whose, as many of them in a line as fit."""
+    """The names of the curves with their marks or colours, as many in a line as fit."""
     lines: list[str] = []
     room = 0
     for number, name in enumerate(names):
@@ -81,7 +81,7 @@ def _in_colour(text: str, number: int) -> str:
 
 
 def _tidy(line: str) -> str:
-    """Without what changes nothing: spaces at the end, and resets where no colour is on."""
+    """Removes spaces at the end, and colour resets without effect."""
     line = line.removeprefix("\x1b[0m").replace("\x1b[0m\x1b[", "\x1b[")
     return _AT_END.sub("\x1b[0m" if "\x1b[38" in line else "", line, count=1)
 
@@ -89,8 +89,8 @@ def _tidy(line: str) -> str:
 def _drawn(
     curves: list[Points], x_axis: Axis, y_axis: Axis, size: tuple[int, int], *, colour: bool, by_mark: bool
 ) -> str:
-    """What plotext makes of them. It is given numbers from 0 to 1 alone, for one that is not finite ends the process
-    within its part in C++."""
+    """The output of plotext. It gets only numbers from 0 to 1: a number that is not finite would end the process in its
+    C++ code."""
     try:
         import plotext
     except (ImportError, OSError) as error:
@@ -104,7 +104,7 @@ def _drawn(
     figure.axes(False, axis="x", side="upper").axes(False, axis="y", side="right")
     for number, curve in enumerate(curves):
         drawn = list(pieces(thinned(curve, x_axis, 2 * size[0])))
-        is_dot = sum(map(len, drawn)) == 1  # which hardly shows as one of the eight of a letter
+        is_dot = sum(map(len, drawn)) == 1  # a single braille dot is hardly visible
         mark = MARKS[number % len(MARKS)] if by_mark else "•" if is_dot else "braille"
         marker = plotext.marker(mark, pixel=COLOURS[number % len(COLOURS)] if colour else None)
         for piece in drawn:

@@ -1,4 +1,4 @@
-"""A job's metrics.jsonl as series of numbers by key. Whoever ran the job wrote the file, so all of it is bounded."""
+"""A job's metrics.jsonl as series of numbers by key. The job's program wrote the file, so all sizes are limited."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from deployer.agent.host.typed import InvalidData, load_json
 
 MAX_BYTES = 64 << 20
-"""Of a longer file the end is read."""
+"""Of a longer file, only the end is read."""
 MAX_LINE = 64 << 10
 MAX_KEYS = 100
 MAX_KEY_LENGTH = 100
 MAIN_KEYS = ("loss", "eval_loss", "lr", "grad_norm", "tokens_per_s_per_gpu", "mfu", "mem_gib")
-"""What the trainer writes and people look at first, in that order."""
+"""The trainer's keys that people look at first, in this order."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Values of one key by step, in the order of steps. NaN where a value was written that is no finite number."""
+    """The values of one key in the order of steps. NaN stands for a value that is not a finite number."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -43,19 +43,19 @@ class Series:
         return next((value for value in reversed(self.values) if math.isfinite(value)), None)
 
     def put(self, step: float, value: float) -> None:
-        """Adds a value; one of the same step is replaced, later steps are forgotten."""
+        """Adds a value; replaces one of the same step, and drops later steps."""
         self.cut(step)
         self.steps.append(step)
         self.values.append(value)
 
     def cut(self, step: float) -> None:
-        """Drops the values from this step on."""
+        """Drops the values at this step and later."""
         if self.steps and self.steps[-1] >= step:
             keep = bisect_left(self.steps, step)
             del self.steps[keep:], self.values[keep:]
 
     def at(self, step: float) -> float | None:
-        """The value of the newest step up to this one; None before the first."""
+        """The value of the latest step up to this one; None before the first."""
         index = bisect_right(self.steps, step)
         return self.values[index - 1] if index else None
 
@@ -67,9 +67,9 @@ class Metrics:
     series: dict[str, Series] = field(default_factory=dict)
     records: int = 0
     damaged: int = 0
-    """Lines that are no record: broken, too long, or no JSON object."""
+    """Lines that are not a record: broken, too long, or not a JSON object."""
     is_cut: bool = False
-    """The file is longer than MAX_BYTES: its beginning is missing here."""
+    """Whether the file is longer than MAX_BYTES, so that its beginning is missing here."""
 
     @property
     def keys(self) -> list[str]:
@@ -79,14 +79,14 @@ class Metrics:
         return sorted(found, key=lambda key: (order.get(key, len(order)), key))
 
     def get(self, key: str) -> Series:
-        """The values of a key; empty without any."""
+        """The values of a key; empty if there are none."""
         return self.series.get(key) or Series()
 
     def add(self, record: dict[str, Any]) -> None:
-        """Takes the numbers of one line. A line without a step counts as the next one.
+        """Adds the numbers of one line. A line without a step gets its line number as the step.
 
-        A key whose step goes back was written by a run that went on from an earlier checkpoint, or began anew: what
-        was said of later steps is of a run that is no more.
+        If the step of a key goes back, the run continued from an earlier checkpoint or started again: the values of
+        later steps are then outdated and dropped.
         """
         self.records += 1
         step = _number(record.get("step"))
@@ -113,7 +113,7 @@ class Metrics:
 
 
 def read_metrics(data: bytes, *, is_cut: bool = False) -> Metrics:
-    """The series in a file's bytes, or in its end (`is_cut`). A last line that is half written is no damage."""
+    """The series in a file's bytes, or in its end (`is_cut`). An incomplete last line does not count as damaged."""
     metrics = Metrics(is_cut=is_cut or len(data) > MAX_BYTES)
     for record in records_of(data, is_cut=is_cut):
         if record is not None:
@@ -124,10 +124,10 @@ def read_metrics(data: bytes, *, is_cut: bool = False) -> Metrics:
 
 
 def records_of(data: bytes, *, is_cut: bool = False) -> Iterator[dict[str, Any] | None]:
-    """The records of these lines, None for a damaged one."""
+    """The records of these lines; None for a damaged line."""
     start = max(0, len(data) - MAX_BYTES)
     if is_cut or start > 0:
-        start = data.find(b"\n", start) + 1  # in the middle of a line
+        start = data.find(b"\n", start) + 1  # skips a part of a line
     while start < len(data):
         end = data.find(b"\n", start)
         is_last = end < 0
@@ -147,7 +147,7 @@ def records_of(data: bytes, *, is_cut: bool = False) -> Iterator[dict[str, Any] 
 
 
 def _number(value: object) -> float | None:
-    """A number as a float; NaN for one that is not finite. None for anything else."""
+    """A number as a float, NaN if it is not finite; None for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

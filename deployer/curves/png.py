@@ -1,4 +1,4 @@
-"""Curves as a PNG file, by matplotlib, which is an extra."""
+"""Curves as a PNG file, drawn by matplotlib, which is an optional dependency."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deployer.errors import UsageError
 
 
 def png_of(charts: Mapping[str, Mapping[str, Points]], *, x_name: str) -> bytes:
-    """A file's bytes: a chart below another for each key, with its curves by name."""
+    """The bytes of the file: one chart for each key, one below the other, with its curves by name."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -22,7 +22,7 @@ def png_of(charts: Mapping[str, Mapping[str, Points]], *, x_name: str) -> bytes:
     for axes, (key, curves) in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts.items(), strict=True):
         for name, points in curves.items():
             few = "o" if len(points) <= 30 else None
-            # a name that begins with _ would be left out of the legend, and $ is its mathematics
+            # matplotlib leaves names that begin with _ out of the legend, and reads $ as mathematics
             label = "\u200b" + name.replace("$", r"\$")
             axes.plot(
                 [x for x, _ in points], [y for _, y in points], label=label, linewidth=1.4, marker=few, markersize=3

@@ -1,4 +1,4 @@
-"""Points made fit for a drawing: smoothed, thinned, and given axes. Pure."""
+"""Prepares points for a drawing: smooths and thins them, and makes axes. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 Points = Sequence[tuple[float, float]]
-"""x and y, in the order of x. A y that is not finite is a gap."""
+"""Pairs of x and y, in the order of x. A y that is not finite is a gap."""
 LARGEST = 1e300
-"""A number beyond it is none that can be drawn."""
+"""Larger numbers cannot be drawn."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values that are drawn, with the values that are named at it."""
+    """The range of the drawn values, with ticks and their labels."""
 
     low: float
     high: float
@@ -28,11 +28,11 @@ class Axis:
 
 
 def axis_of(values: Iterable[float], *, most: int, whole: bool = False, margin: float = 0.0) -> Axis:
-    """An axis over all finite values, with at most so many ticks. `whole`: there are no ticks between whole numbers;
-    `margin`: a part of the range that is left free at each end."""
+    """An axis over all finite values, with about `most` ticks. `whole`: ticks only at whole numbers; `margin`: fraction
+    of the range that stays free at each end."""
     drawn = [value for value in values if _is_drawn(value)]
     low, high = (min(drawn), max(drawn)) if drawn else (0.0, 1.0)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # all are one value, as far as an axis can tell
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # all values are equal within the precision of an axis
         room = abs(low) * 0.1 or 1.0
         ticks = [low]
     else:
@@ -42,11 +42,11 @@ def axis_of(values: Iterable[float], *, most: int, whole: bool = False, margin: 
 
 
 def _is_drawn(value: float) -> bool:
-    return abs(value) <= LARGEST  # not NaN either
+    return abs(value) <= LARGEST  # false for NaN too
 
 
 def _ticks(low: float, high: float, *, most: int, whole: bool) -> list[float]:
-    """Round values of the range."""
+    """Round values in the range."""
     rough = (high - low) / max(1, most)
     if rough < 1 / LARGEST:
         return [low, high]
@@ -58,7 +58,7 @@ def _ticks(low: float, high: float, *, most: int, whole: bool) -> list[float]:
         if last - first > 20:
             continue
         if last - first < 1:
-            break  # a single one tells nothing: rather one too many
+            break  # a single tick is useless: keep the former ones, even if too many
         ticks = [number * step for number in range(first, last + 1)]
         if len(ticks) <= most:
             break
@@ -66,7 +66,7 @@ def _ticks(low: float, high: float, *, most: int, whole: bool) -> list[float]:
 
 
 def _labels(ticks: Sequence[float]) -> list[str]:
-    """The ticks in as many digits as tell them apart."""
+    """The ticks as text, with enough digits to distinguish them."""
     largest = max(map(abs, ticks), default=0.0)
     step = min((b - a for a, b in pairwise(ticks)), default=largest)
     if largest == 0.0 or not step > 0:
@@ -96,7 +96,7 @@ def _without_zeros(text: str) -> str:
 
 
 def smoothed(points: Points, window: int) -> list[tuple[float, float]]:
-    """Each y as the mean of the last `window` finite ones. A gap stays one."""
+    """Replaces each y by the mean of the last `window` finite values. A gap stays a gap."""
     if window <= 1:
         return list(points)
     recent: list[float] = []
@@ -110,8 +110,8 @@ def smoothed(points: Points, window: int) -> list[tuple[float, float]]:
 
 
 def thinned(points: Points, axis: Axis, buckets: int) -> list[tuple[float, float]]:
-    """The first, the lowest, the highest and the last point of each of so many stretches of the axis: what a drawing of
-    that many columns shows of all. Of gaps one stays between two points."""
+    """The first, lowest, highest and last point in each of `buckets` parts of the axis, which is all that a drawing
+    with that many columns can show. One gap of each part is kept too."""
     if len(points) <= 4 * buckets:
         return list(points)
     found: list[tuple[float, float]] = []
@@ -142,7 +142,7 @@ def _bucket(x: float, axis: Axis, buckets: int) -> int:
 
 
 def pieces(points: Points) -> Iterator[list[tuple[float, float]]]:
-    """The stretches between gaps."""
+    """The sequences of points between gaps."""
     piece: list[tuple[float, float]] = []
     for x, y in points:
         if _is_drawn(x) and _is_drawn(y):

@@ -1,4 +1,4 @@
-"""Curves as inline SVG for an HTML page: its colours are the page's own, and nothing in it comes from elsewhere."""
+"""Curves as inline SVG for an HTML page, which defines the colours; the SVG loads nothing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 COLUMNS = 300
 FEW = 30
-"""So few points have a dot each, with their numbers."""
+"""Up to this many points have a dot each, with their numbers."""
 COLOURS = 8
 
 
 def svg_chart(curves: Mapping[str, Points], *, x_name: str, title: str, whole_x: bool = True) -> str:
-    """One chart. A page that holds it has the classes `chart`, `grid`, `axis` and `c0` to `c7` in its style."""
+    """One chart. The style of its page must have the classes `chart`, `grid`, `axis` and `c0` to `c7`."""
     drawn = {name: list(pieces(points)) for name, points in curves.items()}
     every = [point for part in drawn.values() for piece in part for point in piece]
     x_axis = axis_of((x for x, _ in every), most=7, whole=whole_x)
@@ -33,7 +33,7 @@ def svg_chart(curves: Mapping[str, Points], *, x_name: str, title: str, whole_x:
 
 
 def svg_legend(names: Sequence[str]) -> str:
-    """Which curve is whose; empty for one that needs no name."""
+    """The legend with the names of the curves; empty for a single curve."""
     if len(names) < 2:
         return ""
     marks = [f'<span class="c{n % COLOURS}"><i></i>{escape(name)}</span>' for n, name in enumerate(names)]

@@ -1,4 +1,4 @@
-"""Which of a project's files says what its job needs."""
+"""Chooses the project file that lists what its job needs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ NONE = "none"
 
 
 def read_needs(tree: Tree, named: str | None) -> Needs:
-    """What the named file says, else requirements.txt, else a pyproject.toml that describes a project.
+    """The requirements in the named file, else in requirements.txt, else in a pyproject.toml that describes a project.
 
-    UsageError for a file of a tool that is not used here, with what to do; those that nobody named are left alone.
+    Raises UsageError, with a hint, if the named file belongs to an unsupported tool. Files that were not named are
+    ignored.
     """
     needs = Needs()
     path = tree.inside(named, "--requirements") if named not in (None, NONE) else named
@@ -44,8 +45,8 @@ def _project(tree: Tree) -> str | None:
 
 
 def _read_project(tree: Tree, folder: str, needs: Needs) -> None:
-    """pyproject.toml, with uv.lock where there is one. A project without a build system is not installed, as uv does
-    it; its dependencies are."""
+    """Reads pyproject.toml, and uv.lock if there is one. As with uv, a project without a build system is not installed;
+    its dependencies are."""
     from deployer.environment import project
 
     path, lock = posixpath.join(folder, "pyproject.toml"), posixpath.join(folder, "uv.lock")

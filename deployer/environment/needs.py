@@ -1,4 +1,4 @@
-"""What a project's own files say that its job needs, gathered while they are read."""
+"""The requirements of a job, collected from the project's files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 MOST_BYTES = 16 * 10**6
-"""Of one file. A lock of a large project has one or two."""
+"""Limit for one file. The lock of a large project has 1 to 2 MB."""
 _SHOWN = 100
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The files that travel: relative path -> hash of the content."""
+    """The files that are sent: relative path -> hash of the content."""
 
     root: Path
     digests: Mapping[str, str]
@@ -37,7 +37,8 @@ class Tree:
         return {path: digest for path, digest in self.digests.items() if path.startswith(start)}
 
     def read(self, path: str, place: str = "") -> bytes:
-        """A file's bytes. UsageError for one that is not there, does not travel or is too large; `place` names it."""
+        """The file's bytes. Raises UsageError if it is missing, is not sent or is too large; `place` is named in the
+        error."""
         named = f"{place}: {path}" if place else path
         if not self.has(path):
             self._missing(path, named)
@@ -51,7 +52,7 @@ class Tree:
         return data
 
     def inside(self, path: str, place: str) -> str:
-        """A path of a file, in its plain form. UsageError for one outside of the project."""
+        """A path from a file, normalized. Raises UsageError if it is outside of the project."""
         plain = os.path.normpath(path)
         if plain.startswith("/"):
             plain = os.path.relpath(plain, self.root)
@@ -70,19 +71,20 @@ class Tree:
 
 @dataclass
 class Needs:
-    """What the interpreter must have, and from which file an environment is built where none has it."""
+    """The requirements for the interpreter, and the file from which an environment is built if no interpreter meets
+    them."""
 
     lock: str | None = None
     requires: list[str] = field(default_factory=list)
-    """PEP 508 texts in packaging's canonical form; addresses without users, passwords and what follows a `?`."""
+    """PEP 508 texts in packaging's canonical form; addresses without users, passwords and everything after `?`."""
     constraints: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
-    """What no interpreter can be asked for, each with its place: it counts as unmet."""
+    """Requirements that cannot be checked in an interpreter, each with its place; they count as unmet."""
     python: str = ""
     paths: list[str] = field(default_factory=list)
-    """Folders of the project that a job imports from, as an editable install would have it."""
+    """Folders of the project that a job imports from, as with an editable install."""
     variables: list[str] = field(default_factory=list)
-    """Names in `${NAME}`."""
+    """The names in `${NAME}`."""
     _read: list[Any] = field(default_factory=list)
 
     def require(self, requirement: Requirement, *, constraint: bool = False) -> None:
@@ -96,7 +98,7 @@ class Needs:
         self.unchecked.append(f"{place} {cut(without_secrets(text))}")
 
     def built_from(self, *what: Any) -> None:
-        """Something that a build reads: an environment is built anew when it changes."""
+        """Records an input of a build: if it changes, the environment is built again."""
         self._read.append(what)
 
     def limit_python(self, specifier: str) -> None:
@@ -124,7 +126,7 @@ class Needs:
 
 
 def without_secrets(text: str) -> str:
-    """An address without what may be secret in it: it goes into the plan, and is shown."""
+    """The text without parts of an address that may be secret: it goes into the plan, and is shown."""
     return re.sub(r"[?#]\S*", "", re.sub(r"(?<=://)[^/@\s]*@", "", text))
 
 

@@ -1,4 +1,4 @@
-"""pyproject.toml and uv.lock: what a project's own metadata asks for."""
+"""pyproject.toml and uv.lock: the requirements in a project's metadata."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ else:
 _NOT_OF_A_BUILD = frozenset(
     ("ruff", "black", "isort", "mypy", "pyright", "ty", "pylint", "flake8", "codespell", "pytest", "coverage", "tox")
 ) | {"torchferry"}
-"""Tables of `tool` that change nothing of an environment: one is not built again for them."""
+"""Tables of `tool` that do not affect an environment: a change in them does not cause a rebuild."""
 
 
 def read_toml(tree: Tree, path: str, place: str = "") -> dict[str, Any]:
     try:
         data: dict[str, Any] = tomllib.loads(tree.read(path, place).decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # of TOML and of UTF-8
+    except (ValueError, RecursionError) as error:  # from TOML or UTF-8
         raise UsageError(f"{path} is no TOML: {cut(str(error) or 'too deep')}") from None
     return data
 
 
 def is_project(tree: Tree, path: str) -> bool:
-    """Whether a pyproject.toml describes a project, rather than settings of tools alone."""
-    may_be = re.compile(rb"^[ \t]*\[?[ \t\"']*project[ \t\"']*[].=]", re.MULTILINE)  # most do not wait for the parser
+    """Whether a pyproject.toml describes a project; False if it only holds settings of tools."""
+    may_be = re.compile(rb"^[ \t]*\[?[ \t\"']*project[ \t\"']*[].=]", re.MULTILINE)  # most files need no parser
     return tree.has(path) and may_be.search(tree.read(path)) is not None and "project" in read_toml(tree, path)
 
 
 def read_project(
     tree: Tree, folder: str, needs: Needs, *, place: str = "", extras: Sequence[str] = (), pins: Pins | None = None
 ) -> dict[str, Any]:
-    """Adds what a project in a folder of the tree needs and where it is imported from; its pyproject.toml, {} for none.
+    """Adds the needs of a project in a folder of the tree, and its import path. Returns its pyproject.toml, {} if it
+    has none.
 
-    What only its build would tell (dependencies or entry points that are computed, a setup.py) cannot be checked.
+    Facts that only a build knows (computed dependencies or entry points, a setup.py) cannot be checked.
     """
     path = _below(folder, "pyproject.toml")
     data = read_toml(tree, path, place) if tree.has(path) else {}
@@ -98,7 +99,7 @@ def _dependencies(project: dict[str, Any], extras: list[str], path: str) -> list
             )
         name = lists[extra].partition(".")[2]
         for requirement in _requirements(_texts(optional, name, path), f"{path}: project.{lists[extra]}"):
-            if canonicalize_name(requirement.name) == own:  # its own extras, by its own name
+            if canonicalize_name(requirement.name) == own:  # its own extras, requested by its own name
                 wanted += map(canonicalize_name, requirement.extras)
             else:
                 found.append(requirement)
@@ -117,7 +118,7 @@ def _requirements(texts: Sequence[str], place: str) -> list[Requirement]:
 
 
 def table(data: dict[str, Any], name: str, path: str) -> dict[str, Any]:
-    """A table of a TOML file, {} where it is none. UsageError for something else of that name."""
+    """A table of a TOML file, {} if it is missing. Raises UsageError if the name holds something else."""
     found = data.get(name, {})
     if not isinstance(found, dict):
         raise UsageError(f"{path}: {name} is {cut(repr(found))}, not a table")
@@ -140,7 +141,8 @@ class Locked(NamedTuple):
 
 
 class Pins:
-    """What a uv.lock says of the project's own dependencies: one version of each, unless it depends on the platform."""
+    """The versions that a uv.lock gives for the project's own dependencies: one each, unless it depends on the
+    platform."""
 
     def __init__(self, tree: Tree, path: str) -> None:
         packages = read_toml(tree, path).get("package", [])
@@ -156,7 +158,7 @@ class Pins:
             self._packages.setdefault(canonicalize_name(str(package.get("name", ""))), []).append(locked)
 
     def require(self, tree: Tree, requirement: Requirement, needs: Needs) -> bool:
-        """Adds what the lock has chosen for a requirement; False where it says nothing definite."""
+        """Adds the version that the lock has chosen for a requirement. Returns False if it has no single one."""
         name = canonicalize_name(requirement.name)
         found = self._packages.get(name, [])
         if len(found) != 1:
@@ -172,7 +174,7 @@ class Pins:
             address, _, commit = str(source["git"]).partition("#")
             pinned = f"{requirement.name}{extras} @ git+{address.partition('?')[0]}@{commit}"
         elif "editable" in source or "virtual" in source:
-            self._seen.add(name)  # of a workspace
+            self._seen.add(name)  # a workspace member
             member = tree.inside(
                 posixpath.join(self._folder, str(source.get("editable", source.get("virtual")))), "uv.lock"
             )

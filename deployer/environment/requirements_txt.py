@@ -1,7 +1,7 @@
-"""Requirements files as pip reads them: what each line asks for. pip or uv install from the file itself.
+"""Requirements files as pip reads them, to find the requirements in each line. pip or uv install from the file itself.
 
-The lines are pip's (`pip/_internal/req/req_file.py`): joined, freed of comments, split into a requirement and options.
-Variables (`${TOKEN}`) are never resolved here: a line that needs one is the installer's to read.
+Lines are read as in pip (`pip/_internal/req/req_file.py`): joined, stripped of comments, split into a requirement and
+options. Variables (`${TOKEN}`) are never resolved here: only the installer reads a line that needs one.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _DEEPEST = 50
 
 
 def read_requirements(tree: Tree, path: str, needs: Needs) -> None:
-    """Adds what the file and all that it names ask for. UsageError, with file and line, for what pip cannot read
-    either: a file that is missing or names itself, a line that is no requirement."""
+    """Adds the requirements of the file and of all files that it names. Raises UsageError, with file and line, for
+    input that pip cannot read either: a missing file, a file that includes itself, an invalid requirement."""
     _Reader(tree, needs).file(path, "", ())
 
 
@@ -117,7 +117,8 @@ class _Reader:
             self._needs.cannot_check(place, text)
 
     def _place(self, text: str, place: str, *, editable: bool = False) -> None:
-        """A requirement that is an address or a path: it has a name where the file's own name, or `#egg=`, says it."""
+        """Adds a requirement that is an address or a path. Its name comes from the file name or from `#egg=`, if given
+        there."""
         head, _, condition = text.partition("; " if _URL.match(text) else ";")
         marker = _marker(condition.strip(), text, place)
         head, extras = _split_extras(head.strip())
@@ -151,7 +152,7 @@ class _Reader:
                 requirement.marker = marker
                 self._needs.require(requirement)
         elif not (files := self._tree.below(inside)):
-            self._tree.read(inside, place)  # which says why it is not there
+            self._tree.read(inside, place)  # which raises the error with the reason
         elif editable and marker is None:
             self._needs.built_from(inside)
             read_project(self._tree, inside, self._needs, place=place, extras=extras.split(","))
@@ -164,7 +165,7 @@ class _Reader:
 
 
 def logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """(number of its first line, line): joined at `\\`, without comments, none that is empty."""
+    """(number of its first line, line) for each line that is not empty: joined at `\\`, without comments."""
     begun: list[str] = []
     first = 0
     for number, line in enumerate(text.splitlines(), 1):
@@ -174,7 +175,7 @@ def logical_lines(text: str) -> Iterator[tuple[int, str]]:
         if line.endswith("\\") and not comment:
             continue
         if comment:
-            begun[-1] = " " + line  # so that what it is joined to ends here
+            begun[-1] = " " + line  # so that the joined line ends here
         joined, begun = "".join(begun), []
         if stripped := _COMMENT.sub("", joined).strip():
             yield first, stripped
@@ -221,7 +222,7 @@ _parser = _make_parser()
 
 
 def _options(line: str, place: str) -> tuple[str, Values]:
-    """A line's requirement ("" for none), and its options."""
+    """The requirement in a line ("" for none), and its options."""
     words = line.split(" ")
     start = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
     try:
@@ -250,7 +251,7 @@ def _split_extras(text: str) -> tuple[str, str]:
 
 
 def _of_file(name: str) -> tuple[str, str] | None:
-    """(distribution, version) by a wheel's or source archive's name."""
+    """(distribution, version) from the file name of a wheel or source archive."""
     try:
         found = parse_wheel_filename(name)[:2] if name.endswith(".whl") else parse_sdist_filename(name)
     except (InvalidWheelFilename, InvalidSdistFilename):

@@ -1,4 +1,4 @@
-"""What is known of a run, from its files, whoever wrote them: bounded and typed, ready to be told."""
+"""Reads the facts about a run from its files. The files are not trusted: sizes are limited and types are checked."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from trainer.config.load import ConfigError, config_to_dict
 from trainer.schema import Config
 
 Read = Callable[[str, int], bytes | None]
-"""So many bytes of a file of the run, of its beginning or of its end; None without one."""
+"""Reads at most this many bytes of a file of the run, from its beginning or its end; None if there is no file."""
 
 MAX_FILE = 8 << 20
 MAX_SAMPLES = 400
 MAX_LEAVES = 1000
 MAX_PROFILES = 4
 CONCEALED = ("target.env",)
-"""Mappings of which the names alone are told: values of --env may be secrets."""
+"""Mappings of which only the names are shown: values of --env may be secrets."""
 
 
 class Sample(NamedTuple):
-    """What a model said: a line of samples.jsonl."""
+    """A text that the model generated: a line of samples.jsonl."""
 
     text: str
     prompt: str = ""
@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """Where a step went, as trainer/profile writes it."""
+    """The parts of a step's time, as trainer/profile writes them."""
 
     step: int
     rank: int
@@ -57,7 +57,7 @@ class Profile(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a trainer says of its end."""
+    """The end of a run, as the trainer writes it."""
 
     state: str = ""
     reason: str | None = None
@@ -65,7 +65,7 @@ class Outcome(NamedTuple):
 
 
 class Git(NamedTuple):
-    """The commit that a project stood at, and whether it had changes."""
+    """The commit of a project, and whether it had uncommitted changes."""
 
     commit: str = ""
     branch: str | None = None
@@ -74,7 +74,7 @@ class Git(NamedTuple):
 
 @dataclass(frozen=True)
 class Patch:
-    """Uncommitted changes, counted."""
+    """Counts of uncommitted changes."""
 
     files: int
     added: int
@@ -83,16 +83,16 @@ class Patch:
 
 @dataclass(frozen=True)
 class ConfigFacts:
-    """A config as its values by dotted key."""
+    """The values of a config by dotted key."""
 
     values: Mapping[str, object]
     changed: Mapping[str, object]
-    """Those that are not the default, or have none."""
+    """The values that differ from the default, or have no default."""
 
 
 @dataclass
 class Facts:
-    """A run, as far as its files tell."""
+    """All facts that the files of a run contain."""
 
     name: str
     status: Status | None = None
@@ -111,8 +111,8 @@ class Facts:
 def read_facts(
     name: str, read: Read, metrics: Metrics | None, status: Status | None, *, read_end: Read | None = None
 ) -> Facts:
-    """What the files say, but for the profiles; a file that is not understood is a line of `damages`. `read_end` gives
-    the end of a file where `read` gives the beginning; without it no file is so long."""
+    """Reads the facts, except the profiles; a file that cannot be parsed becomes a line in `damages`. `read` returns
+    the beginning of a long file, `read_end` its end; without `read_end`, `read` is used for both."""
     facts = Facts(name, status=status, metrics=metrics)
     _guarded(facts, "job.json", lambda: _take_record(facts, read))
     _guarded(facts, "outcome.json", lambda: _take_outcome(facts, read))
@@ -123,7 +123,7 @@ def read_facts(
 
 
 def profile_names(config: ConfigFacts | None) -> list[str]:
-    """Where the trainer puts the profiles of rank 0, by its config."""
+    """The paths of the trainer's profiles of rank 0, from its config."""
     steps = config.values.get("train.profile_steps") if config is not None else None
     numbers = [step for step in steps if type(step) is int and 0 <= step < 1 << 40] if isinstance(steps, list) else []
     return [f"profile/step_{step:06d}_rank_0.json" for step in numbers[:MAX_PROFILES]]
@@ -172,7 +172,7 @@ def _take_config(facts: Facts, read: Read) -> None:
 
 
 def _plain(value: object) -> object:
-    """As the trainer reads it where its schema does not tell the type: no dates, and no numbers without an end."""
+    """A value as the trainer reads it if its schema has no type for it: no dates, and no infinite numbers."""
     if isinstance(value, Word):
         with suppress(Misfit):
             return fit_scalar(value, bool | int | float | str | None)
@@ -204,7 +204,7 @@ def _patch(data: bytes | None) -> Patch | None:
 
 
 def _samples(data: bytes | None) -> list[Sample]:
-    """The last ones. A line that is none is passed over."""
+    """The last samples. Lines that are not a sample are skipped."""
     found = []
     for line in (data or b"").split(b"\n")[-MAX_SAMPLES - 1 :]:
         with suppress(InvalidData):
@@ -219,7 +219,7 @@ def _take_profile(facts: Facts, read: Read, path: str) -> None:
 
 
 def setting(text: str) -> tuple[str, str]:
-    """A setting of a plan, `KEY=JSON`, as key and value; of what may hold secrets the names alone."""
+    """A setting of a plan, `KEY=JSON`, as key and value; only the names if it may contain secrets."""
     key, _, value = text.partition("=")
     if key in CONCEALED:
         names: Any = None

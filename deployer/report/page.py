@@ -1,4 +1,4 @@
-"""The HTML page around what is told: its style, and how text gets into it. It loads nothing and runs nothing."""
+"""The HTML page of a report: its style, and the escaping of text. The page loads nothing and runs no scripts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from deployer.printable import shown, shown_lines
 
 MOST_TEXT = 200_000
-"""Characters of one text; of a longer one the beginning and the end are shown."""
+"""Characters of one text; of a longer text, only the beginning and the end are shown."""
 
 
 def text(value: object, most: int = 2000) -> str:
@@ -17,7 +17,7 @@ def text(value: object, most: int = 2000) -> str:
 
 
 def lines(value: str, most: int = MOST_TEXT) -> str:
-    """A text with its own lines, in a box that scrolls."""
+    """A text with its line breaks, in a box that scrolls."""
     return f"<pre>{escape(_cut(chr(10).join(shown_lines(value.expandtabs(4))), most))}</pre>"
 
 
@@ -34,7 +34,7 @@ def section(title: str, *parts: str) -> str:
 
 
 def folded(title: str, inner: str) -> str:
-    """A part of the page that is closed until somebody opens it."""
+    """A part of the page that is closed until the reader opens it."""
     return f"<details><summary>{escape(title)}</summary>\n{inner}\n</details>" if inner else ""
 
 
@@ -45,7 +45,7 @@ def pairs(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
-    """Cells are HTML; the columns of these numbers stand to the right."""
+    """A table; the cells are HTML. `numbers`: the indices of right-aligned columns."""
     if not rows:
         return ""
     side = ['class="n"' if number in numbers else "" for number in range(len(columns))]
@@ -60,7 +60,7 @@ def chart(title: str, svg: str, *, legend: str = "", note: str = "") -> str:
 
 
 def page(title: str, head: str, body: Iterable[str], foot: str) -> str:
-    """The whole file. Its policy lets a browser load nothing, whatever might have got into it."""
+    """The complete file. Its content security policy lets a browser load nothing, whatever the file contains."""
     inner = "\n".join(part for part in body if part)
     return f"""<!DOCTYPE html>
 <html lang="en">

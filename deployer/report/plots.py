@@ -13,7 +13,7 @@ from deployer.report.page import chart, page, section, table, text
 def page_of_charts(
     charts: Mapping[str, Mapping[str, Points]], scale: Scale, columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> str:
-    """A chart for each title with its curves, and a table below."""
+    """A page with one chart for each title, and a table below."""
     drawn = [
         chart(
             title,

@@ -25,28 +25,28 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Memory, GiB", ("mem_gib",)),
     ("Model FLOPs utilisation", ("mfu",)),
 )
-"""What is drawn, in this order, with the keys of each. Of a program that writes none of them all keys are."""
+"""The charts in their order, with the keys of each. If a program writes none of these keys, all its keys are drawn."""
 MOST_CHARTS = 12
 COLOUR: dict[str, str] = {SUCCEEDED: "good", FAILED: "bad", LOST: "bad", STOPPED: "warn"}
 
 
 @dataclass(frozen=True)
 class Told:
-    """What the page says beside what the files do: in the words of this client."""
+    """Facts for the page that are not in the run's files, as texts of this client."""
 
     as_of: str
-    """When the run was looked at."""
+    """When the run was read."""
     state: str = ""
     host: str = ""
     folder: str = ""
     trouble: str = ""
-    """Why the host does not tell now."""
+    """Why the host does not answer now."""
     causes: tuple[str, ...] = ()
     hint: str = ""
     log: str = ""
-    """The last lines of the log that tells most."""
+    """The last lines of the log that explains a failure best."""
     again: str = ""
-    """The commands that do the same again."""
+    """The commands that start the run again."""
     environment: tuple[tuple[str, str], ...] = ()
     now: datetime | None = None
     notes: tuple[str, ...] = field(default=())
@@ -75,7 +75,7 @@ def run_page(facts: Facts, told: Told) -> str:
 
 
 def _verdict(facts: Facts, told: Told) -> str:
-    """How the job ended, in one line."""
+    """Duration, losses and host in one line."""
     parts = [_took(facts.status, told.now)]
     if facts.metrics is not None:
         ends = [("loss", "loss"), ("eval_loss", "held-out loss")]
@@ -91,7 +91,7 @@ def _verdict(facts: Facts, told: Told) -> str:
 
 
 def _trouble(facts: Facts, told: Told) -> str:
-    """Of a run that failed: why, and its last words."""
+    """The reason, causes, hint and last log lines of a run that did not succeed, or whose host does not answer."""
     status = facts.status
     reason = status.reason if status is not None and status.state != SUCCEEDED else ""
     if facts.outcome is not None and facts.outcome.reason and facts.outcome.reason not in reason:
@@ -124,7 +124,7 @@ def _in_short(facts: Facts, told: Told) -> list[tuple[str, str]]:
 
 
 def _numbers(metrics: Metrics) -> list[tuple[str, object]]:
-    """The last step, the best losses, the middle of the speeds."""
+    """The last step, the lowest losses, the median speeds."""
     rows: list[tuple[str, object]] = []
     last = max((series.steps[-1] for series in metrics.series.values() if series.steps), default=None)
     rows.append(("Last step", "" if last is None else f"{last:,.0f}"))
@@ -164,7 +164,7 @@ def _curves(metrics: Metrics | None) -> str:
 
 
 def _samples(samples: Sequence[Sample]) -> str:
-    """Those of the last step, and the earlier ones for whoever opens them."""
+    """The samples of the last step; those of earlier steps are folded."""
     if not samples:
         return ""
     by_step: dict[int | None, list[Sample]] = {}
@@ -288,7 +288,7 @@ def _duration(seconds: float) -> str:
 
 
 def _parsed(time: str | None) -> datetime | None:
-    """One without a zone is taken for UTC, as all of ours are."""
+    """A time; without a zone it counts as UTC, like all our times."""
     try:
         found = datetime.fromisoformat((time or "").replace("Z", "+00:00"))
         return found.replace(tzinfo=timezone.utc) if found.tzinfo is None else found.astimezone(timezone.utc)

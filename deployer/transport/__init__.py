@@ -1,1 +1,1 @@
-"""A byte stream to one command on a host, whoever carries it."""
+"""A byte stream to one command on a host, independent of the transport."""

@@ -1,4 +1,4 @@
-"""This machine as a host: the agent is a subprocess and speaks over pipes, as the ssh program does for others."""
+"""This machine as a host: the agent is a subprocess that communicates through pipes, as with the ssh program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LocalTransport:
         """Does nothing: this machine needs no connection."""
 
     def open(self, command: str) -> PipeStream:
-        """Starts `command`. ConnectError when this machine cannot start a process."""
+        """Starts `command`. Raises ConnectError if this machine cannot start a process."""
         try:
             stream = PipeStream(["/bin/sh", "-c", command], host=self.description, env=self._env)
         except OSError as error:
@@ -39,13 +39,14 @@ class LocalTransport:
         return stream
 
     def close(self) -> None:
-        """Closes all streams; the commands see an end of file."""
+        """Closes all streams; the commands read an end of file."""
         for stream in self._streams:
             stream.close()
 
 
 def activated(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment as if this process's own venv were activated: a job here finds the same `python` and packages."""
+    """The environment as if this process's venv were activated: a job on this machine finds the same `python` and
+    packages."""
     if sys.prefix == sys.base_prefix:
         return dict(env)
     path = os.pathsep.join([os.path.join(sys.prefix, "bin"), env.get("PATH", os.defpath)])  # noqa: PTH118
@@ -53,7 +54,7 @@ def activated(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class PipeStream:
-    """Stdin and stdout of a subprocess in a new session. OSError when it cannot be started."""
+    """Stdin and stdout of a subprocess in a new session. Raises OSError if it cannot be started."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class PipeStream:
         stderr = self._process.stderr
         self._stderr = Drain(lambda: os.read(stderr.fileno(), 1 << 15), sift)
         self._wake, self._waker = socket.socketpair()
-        self._lock = threading.Lock()  # held for calls that do not block, so that no descriptor closes under them
+        self._lock = threading.Lock()  # held during non-blocking calls, so that no descriptor is closed during them
         self._closed = False
 
     def read(self, size: int) -> bytes:
@@ -90,7 +91,7 @@ class PipeStream:
             poll.register(self._stdout, select.POLLIN)
             poll.register(self._wake, select.POLLIN)
             poll.poll()
-        except ValueError:  # closed by us
+        except ValueError:  # this side closed it
             return b""
         with self._lock:
             return b"" if self._closed else os.read(self._stdout.fileno(), size)
@@ -115,7 +116,7 @@ class PipeStream:
                 return os.write(self._stdin.fileno(), data)
         except BlockingIOError:
             return 0
-        except (OSError, ValueError) as error:  # ValueError: closed by us
+        except (OSError, ValueError) as error:  # ValueError: this side closed it
             raise self._cannot_write(error) from None
 
     def _cannot_write(self, error: Exception) -> LostConnection:
@@ -146,7 +147,7 @@ class PipeStream:
         return self._stderr.text()
 
     def exit_status(self, timeout_s: float) -> int | None:
-        """See Stream; a signal N counts as 128 + N, as a shell has it."""
+        """See Stream. An end by signal N counts as 128 + N, as in a shell."""
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

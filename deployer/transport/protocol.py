@@ -1,4 +1,4 @@
-"""The seam to the outside: a byte stream to one command on a host, whoever carries it."""
+"""The interface to a host: a byte stream to one command, independent of the transport."""
 
 from __future__ import annotations
 
@@ -7,41 +7,42 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 WRITE_TIMEOUT_S = 60.0
-"""A write that makes no progress for this long counts as a lost connection."""
+"""Seconds without progress after which a write counts as a lost connection."""
 STDERR_KEPT = 64 * 1024
 
 
 class Limits(NamedTuple):
-    """How long a host's silence is borne, in seconds."""
+    """Seconds without an answer from a host after which an operation fails."""
 
     login_s: float = 30.0
-    """A login that says nothing, from the command to the agent's first word: start-up files run in between, and one
+    """For a login without output, from the command to the agent's first message. Start-up files run in this time; one
     that reads from a slow network disk takes 20 s."""
     ping_every_s: float = 10.0
     dead_after_s: float = 35.0
-    """Silence of the agent, although pinged, after which the connection counts as lost."""
+    """For an agent that answers no pings; after it the connection counts as lost."""
 
 
 class Stream(Protocol):
     """One remote process's stdin and stdout as bytes. One thread may read while another one writes."""
 
     def read(self, size: int) -> bytes:
-        """At least one byte, blocking; b"" at the end. LostConnection when the transport broke."""
+        """Reads at least one byte, and blocks until then; b"" at the end. Raises LostConnection if the transport
+        broke."""
 
     def write(self, data: bytes) -> None:
-        """Sends all of it. LostConnection when the other side takes nothing for WRITE_TIMEOUT_S."""
+        """Sends all data. Raises LostConnection if the other side accepts nothing for WRITE_TIMEOUT_S."""
 
     def close_write(self) -> None:
-        """The process reads an end of file; its output goes on."""
+        """Sends an end of file to the process; its output continues."""
 
     def close(self) -> None:
         """Drops the stream and wakes a blocked `read`. The process is not killed."""
 
     def stderr_text(self) -> str:
-        """The first 64 KiB of what came on stderr so far; the rest is drained and dropped."""
+        """The first 64 KiB of stderr so far; the rest is read and dropped."""
 
     def exit_status(self, timeout_s: float) -> int | None:
-        """The process's exit status; None when it does not come within the time, or never does."""
+        """The process's exit status; None if it does not arrive in time, or never does."""
 
 
 class Transport(Protocol):
@@ -53,23 +54,23 @@ class Transport(Protocol):
 
     @property
     def limits(self) -> Limits:
-        """As the user has set them; known once connected."""
+        """The user's limits; known after `connect`."""
 
     def connect(self) -> None:
-        """Connects unless connected. ConnectError with a hint."""
+        """Connects, unless connected. Raises ConnectError with a hint."""
 
     def open(self, command: str) -> Stream:
-        """Starts one command line, read by the login shell (SSH) or by /bin/sh (local)."""
+        """Starts one command line; the login shell (SSH) or /bin/sh (local) reads it."""
 
     def close(self) -> None:
         """Ends the connection and its streams."""
 
 
 class Drain:
-    """Keeps the beginning of a stream that nobody reads, so that it can never stall the other one.
+    """Reads a stream in the background, so that it never blocks the other one, and keeps its beginning.
 
-    Reads with `read_some` until b"" in a separate thread and keeps the first 64 KiB. `sift` sees all
-    that comes, b"" at the end, and returns what of it is to be kept.
+    A separate thread calls `read_some` until b"" and keeps the first 64 KiB. `sift` receives all data, and b"" at the
+    end; it returns the part to keep.
     """
 
     def __init__(self, read_some: Callable[[], bytes], sift: Callable[[bytes], bytes] = bytes) -> None:
@@ -80,7 +81,7 @@ class Drain:
         self._thread.start()
 
     def text(self) -> str:
-        """What was kept so far."""
+        """The text kept so far."""
         return bytes(self._kept).decode("utf-8", "replace")
 
     def wait(self, timeout_s: float) -> None:

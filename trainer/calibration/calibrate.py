@@ -1,6 +1,6 @@
-"""Which micro-batch is fastest on these devices: a few timed steps of each size, with the plan for memory that fits it.
+"""Finds the fastest micro-batch on these devices: times a few steps of each size, with the plan for memory that fits.
 
-The model has random weights and the rows are full, of one document each: neither weights nor data are read.
+The model has random weights, and each row is full, with one document: neither weights nor data are read.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from trainer.words import GIB
 
 WARM_STEPS, TIMED_STEPS = 2, 3
 MOST_MICRO_BATCHES = 8
-"""Of a timed step, whatever the global batch is: a step's own costs are spread over enough of them then."""
+"""Limit for a timed step, for any global batch: with so many, the costs per step are spread enough."""
 
 
 def calibrate_rank(config: Config, *, as_json: bool, debug: bool) -> int:
-    """Time micro-batches with the other ranks and give the exit code; of several ranks a failing one does not return.
+    """Time micro-batches with the other ranks, and return the exit code. A failing rank of several ends its process.
 
-    The verdict is standard output; with `as_json` the table goes to standard error. A single rank raises
+    The result goes to standard output; with `as_json` the table goes to standard error. A single rank raises
     KeyboardInterrupt.
     """
     dist = None
@@ -66,7 +66,7 @@ def calibrate_rank(config: Config, *, as_json: bool, debug: bool) -> int:
             if is_main:
                 write_line(table, line)
 
-        with redirect_stdout(sys.stderr):  # what libraries print is no part of what was asked for
+        with redirect_stdout(sys.stderr):  # prints of libraries are not part of the result
             found = calibrate(config, dist, tell=tell)
     except KeyboardInterrupt:
         if dist is not None and dist.world_size > 1:
@@ -87,10 +87,10 @@ def calibrate_rank(config: Config, *, as_json: bool, debug: bool) -> int:
 
 
 def calibrate(config: Config, dist: Dist, *, tell: Callable[[str], None]) -> Calibration:
-    """Time one size after another; every rank calls this. `tell` hears of each as it is done.
+    """Time one size after another; every rank must call this. `tell` is called with a line after each.
 
-    Raises ConfigError and ModelError as a run would, and torch.OutOfMemoryError where one of several ranks has none
-    left, for the others wait for it then.
+    Raises ConfigError and ModelError as a run would. Raises torch.OutOfMemoryError if one of several ranks has no
+    memory left, because the others wait for it then.
     """
     settle_offline(config)
     quiet_transformers()
@@ -124,7 +124,7 @@ def calibrate(config: Config, dist: Dist, *, tell: Callable[[str], None]) -> Cal
 
 
 class _SameBatch:
-    """In the place of a loader: the same rows in every step."""
+    """Replaces a loader: the same rows in every step."""
 
     def __init__(self, batch: Batch, count: int) -> None:
         self._batches = [batch] * count
@@ -134,7 +134,7 @@ class _SameBatch:
 
 
 class Bench:
-    """One model, measured at all sizes."""
+    """One model that is timed at all sizes."""
 
     def __init__(self, recipe: Recipe, config: Config, shape: Shape, dist: Dist) -> None:
         self._recipe, self._config, self._shape, self._dist = recipe, _decided(config), shape, dist
@@ -142,7 +142,7 @@ class Bench:
         self._free = min(gather(self._free_bytes(), dist.control_group))
         self._kernels = Kernels.on(dist.device, config.parallel)
         self.first = first_size(config.data.seq_len, self.why_too_large, on_gpu=self._cuda)
-        """Rows of the size to begin with."""
+        """Rows of the first size."""
         start = self._fit(self.first).config
         self._backend = make_backend(start, dist)
         model = build_model(start, shape)
@@ -154,7 +154,7 @@ class Bench:
         self._optimizer = build_optimizer(self._module, config.optim)
 
     def time(self, rows: int) -> Timed | str:
-        """Timed steps of a size; why there are none where its memory does not suffice in a world of one."""
+        """Time steps of a size. With a single rank that has too little memory: a text about that."""
         fit = self._fit(rows)
         run = self._run(fit.config)
         try:
@@ -180,7 +180,7 @@ class Bench:
         )
 
     def _run(self, config: Config) -> Run:
-        """A run of that size, over the model that is there."""
+        """A run of the config's size, with the existing model."""
         self._backend.rearrange(config)
         count = min(MOST_MICRO_BATCHES, micro_batches(config, self._dist.world_size))
         loss_fn, batch = self._recipe.loss(config), self._recipe.largest_batch(config)
@@ -198,7 +198,7 @@ class Bench:
         )
 
     def _steps(self, run: Run) -> tuple[float, int]:
-        """Mean seconds of a step, the slowest rank's, and the micro-batches of one."""
+        """Mean seconds of a step on the slowest rank, and the micro-batches of a step."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         for step in range(WARM_STEPS):
@@ -218,7 +218,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def why_too_large(self, rows: int) -> str | None:
-        """Why a size is not tried: the estimate says that it does not fit."""
+        """Why a size is not tried: by the estimate it does not fit. None if it fits."""
         choice = self._fit(rows).choice
         if choice is None or choice.fits:
             return None
@@ -234,7 +234,8 @@ class Bench:
 
 
 def _decided(config: Config) -> Config:
-    """CPU offload stays as it is, for the model is built once; with parallel.memory manual so does all else."""
+    """The config with fixed CPU offload, because the model is built once; with parallel.memory manual, all memory keys
+    are fixed."""
     options = replace(config.parallel, cpu_offload=bool(config.parallel.cpu_offload))
     if options.memory == "manual":
         mode, every = recompute_mode(options), bool(options.reduce_every_micro_batch)

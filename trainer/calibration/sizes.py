@@ -1,4 +1,4 @@
-"""Micro-batch sizes: which are timed, in which order, when it is enough, and what they say in the end. Pure."""
+"""Micro-batch sizes: their choice and order, the end of the search, and the result. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from trainer.schema import Config
 
 HEADER = f"{'rows':>6}  {'plan':<58}{'step ms':>9}{'tok/s/GPU':>12}{'MFU':>8}{'peak GiB':>10}"
 FIRST_TOKENS = 4096
-"""Of the first size on a GPU, where it fits: fewer do not fill one."""
+"""Tokens of the first size on a GPU, if it fits: fewer do not keep one busy."""
 SLOWER = 0.98
-"""Of the best: a smaller difference between two sizes says nothing."""
+"""Share of the best throughput: a smaller difference between two sizes is noise."""
 TIME_S = 100.0
-"""No size is begun after that."""
+"""No size is started after this time."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What a micro-batch size costs."""
+    """The measurement of a micro-batch size."""
 
     rows: int
-    """Of seq_len tokens each."""
+    """Rows of seq_len tokens each."""
     plan: str
     step_ms: float
     micro_batches: int
@@ -46,16 +46,16 @@ def fastest(timed: list[Timed] | tuple[Timed, ...]) -> Timed | None:
 
 @dataclass(frozen=True)
 class Calibration:
-    """All sizes that were timed, and why no larger one was."""
+    """All timed sizes, and the reason why no larger one was timed."""
 
     timed: tuple[Timed, ...]
     ended: str
     configured: int
-    """Rows of the config's own micro-batch."""
+    """Rows of the config's micro-batch."""
     global_batch: int | None
-    """Rows per step over all ranks, where the config says how many; then it stays."""
+    """Rows per step over all ranks, if the config sets it; then it stays."""
     by_accumulation: bool
-    """It says so by `grad_accum_steps`."""
+    """The config sets it with `grad_accum_steps`."""
     by_tokens: bool
     """The config counts a micro-batch in tokens."""
     seq_len: int
@@ -66,7 +66,7 @@ class Calibration:
 
     @property
     def overrides(self) -> list[str]:
-        """To be pasted behind `train.py CONFIG`, for the best size."""
+        """Overrides for the best size, to paste behind `train.py CONFIG`."""
         if self.best is None:
             return []
         rows = self.best.rows
@@ -76,7 +76,7 @@ class Calibration:
         return [f"train.{words}" for words in (size, *kept, *dropped)]
 
     def render(self) -> list[str]:
-        """The verdict in a few lines; the sizes were told as they came."""
+        """The result in a few lines; the sizes have already been printed."""
         best = self.best
         if best is None:
             return [f"no size was timed: {self.ended}"]
@@ -96,23 +96,24 @@ class Calibration:
         return {"timed": timed, "ended": self.ended, "best_rows": best, "overrides": self.overrides}
 
 
-# --- which sizes are timed -------------------------------------------------------------------------------------------
+# --- the choice of sizes ---------------------------------------------------------------------------------------------
 
 
 class Trial(Protocol):
-    """What times a size of so many rows."""
+    """Times a size of `rows` rows."""
 
     def why_too_large(self, rows: int) -> str | None:
-        """The reason why the size is not tried."""
+        """The reason why the size is not tried; None: try it."""
 
     def time(self, rows: int) -> Timed | str:
-        """What it costs, or why that cannot be had."""
+        """The measurement, or the reason why it failed."""
 
 
 def search(
     rows: Iterable[int], trial: Trial, *, seconds: Callable[[], float], tell: Callable[[Timed], None]
 ) -> tuple[list[Timed], str]:
-    """The sizes that were timed, one after another, and why no larger one was. `seconds`: since the beginning."""
+    """Time one size after another. Returns the timed ones, and why no larger one was timed. `seconds`: since the
+    start."""
     timed: list[Timed] = []
     for size in rows:
         found = trial.why_too_large(size) or why_enough(timed, seconds()) or trial.time(size)
@@ -124,7 +125,7 @@ def search(
 
 
 def first_size(seq_len: int, why_too_large: Callable[[int], str | None], *, on_gpu: bool) -> int:
-    """Rows of the size to begin with."""
+    """Rows of the first size."""
     rows = max(1, FIRST_TOKENS // seq_len) if on_gpu else 1
     while rows > 1 and why_too_large(rows):
         rows //= 2
@@ -132,7 +133,7 @@ def first_size(seq_len: int, why_too_large: Callable[[int], str | None], *, on_g
 
 
 def sizes(config: Config, world_size: int, *, first: int) -> Iterator[int]:
-    """Rows of a micro-batch, doubled each time, as far as a step has rows for every rank."""
+    """Rows of a micro-batch, doubled each time, up to a rank's rows of a step."""
     batch = given_batch(config, world_size)
     most = 2**20 if batch is None else -(-batch // world_size)
     rows = min(first, most)
@@ -142,7 +143,7 @@ def sizes(config: Config, world_size: int, *, first: int) -> Iterator[int]:
 
 
 def why_enough(timed: list[Timed], seconds: float) -> str | None:
-    """Why no further size is tried after these; None: go on."""
+    """Why no further size is tried after these; None: continue."""
     best = fastest(timed)
     if best is not None and timed[-1].tokens_per_s_per_gpu < SLOWER * best.tokens_per_s_per_gpu:
         return f"{timed[-1].rows} rows are slower than {best.rows}"
@@ -150,14 +151,14 @@ def why_enough(timed: list[Timed], seconds: float) -> str | None:
 
 
 def given_batch(config: Config, world_size: int) -> int | None:
-    """Rows of a step over all ranks, where the config says how many."""
+    """Rows of a step over all ranks, if the config sets it."""
     train = config.train
     given = train.global_batch_size is not None or train.grad_accum_steps is not None
     return global_batch_size(config, world_size) if given else None
 
 
 def with_rows(config: Config, rows: int, world_size: int) -> Config:
-    """The config with another micro-batch and, where it says how many rows a step has, as many."""
+    """The config with another micro-batch, and with the same rows per step if it sets them."""
     train, batch = config.train, given_batch(config, world_size)
     if batch is not None:
         train = replace(train, global_batch_size=batch, grad_accum_steps=None)

@@ -1,4 +1,4 @@
-"""What is told when a checkpoint cannot be written or read, and how all ranks come to tell the same."""
+"""The errors of checkpoints that cannot be written or read, and how all ranks raise the same one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CheckpointError(Exception):
 
 
 class SaverLostError(CheckpointError):
-    """A save ended with the process that wrote it; the trainer itself can write."""
+    """A save failed because the saver process ended; the trainer itself can still write."""
 
 
 def load_error(path: Path, reason: str) -> CheckpointError:
@@ -34,17 +34,17 @@ def write_error(path: Path, reason: str) -> CheckpointError:
 
 
 def first_cause(error: BaseException) -> str:
-    """The kind and first line of an error, or of the first rank's error that torch has wrapped into one."""
+    """The type and first line of an error, or of the first rank's error inside torch's combined one."""
     failures = getattr(error, "failures", {})
     return first_line(next((failure[0] for failure in failures.values()), error))
 
 
 Failure = Callable[[str], CheckpointError]
-"""From a reason to the error that tells it."""
+"""Makes the error for a reason."""
 
 
 def on_all(act: Callable[[], None], group: Group, failure: Failure) -> None:
-    """Do something on every rank; when it fails on some, raise the first one's CheckpointError on all."""
+    """Call `act` on every rank. If it fails on some, raise the first one's error as CheckpointError on all."""
     caught: BaseException | None = None
     try:
         act()

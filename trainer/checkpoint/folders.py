@@ -1,10 +1,10 @@
-"""The folders of a run's checkpoints on disk: names, what is complete, how one appears and goes in one piece, and
-whether its files are what was written.
+"""The folders of a run's checkpoints on disk: their names, which are complete, how one is committed or removed in one
+step, and whether its files still have the written content.
 
-A checkpoint is written aside (`.tmp_step_N`), synced to disk, marked COMPLETE and then renamed, so a folder with the
-final name is whole whenever the process was killed. Length and CRC-32 of each file are taken while writing: 0.4 s a GB
-(2.5 GB/s on one core), outside the GIL and in the writer's thread; torch.load does not look at torch's own CRC, inside
-each record of a shard. `state.json` holds them, and the marker holds those of `state.json`.
+A checkpoint is written to `.tmp_step_N`, synced to disk, marked COMPLETE and then renamed. So a folder with the final
+name is complete, even if the process was killed at any time. The length and CRC-32 of each file are computed while
+writing: 0.4 s per GB (2.5 GB/s on one core), outside the GIL and in the writer's thread. torch.load does not check
+torch's own CRC inside each record of a shard. `state.json` stores them, and the marker stores those of `state.json`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ RANDOM_NAME = re.compile(r"random_(\d{1,9})\.pt")
 Manifest = dict[str, list[int]]
 """{file name: [bytes, CRC-32]}."""
 FORMAT = 3
-"""Of the folder. 2: the optimizer's state by parameter name without its groups, and `files`. 3: the marker holds the
-checksum of `state.json`."""
+"""The folder's format. 2: the optimizer's state by parameter name without its groups, and `files`. 3: the marker
+contains the checksum of `state.json`."""
 CHECKSUMMED_MARKER_FORMAT = 3
-"""From here on an empty marker is damage."""
+"""From this format on, an empty marker means damage."""
 MARKER_BYTES = 4096
-"""A marker's, at most."""
+"""A marker's maximum size."""
 PIECE_BYTES = 16 * 2**20
 
 
 class DamagedError(Exception):
-    """A checkpoint's files are not what was written; the message names the file and what is wrong."""
+    """A checkpoint's files differ from what was written; the message names the file and the difference."""
 
 
 def step_name(step: int) -> str:
@@ -60,13 +60,13 @@ def steps_in(folder: Path) -> dict[int, Path]:
 
 
 def newest_complete(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step in the folder; None when there is none."""
+    """The complete checkpoint of the highest step in the folder; None if there is none."""
     complete = list(steps_in(folder).values())
     return complete[-1] if complete else None
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a save into this folder ran to its end."""
+    """Whether a save into this folder was finished."""
     return (path / CHECKPOINT_MARKER).exists() and (path / METADATA_FILE).exists()
 
 
@@ -79,8 +79,8 @@ def restore_replaced(folder: Path) -> dict[int, Path]:
 
 
 def _put_back(path: Path) -> Path | None:
-    """Of a checkpoint that stood where the next one of its step was to be, and nothing stands there: retention may have
-    deleted all before it."""
+    """If `path` is a complete checkpoint that was renamed to be replaced, and its final name is free, rename it back
+    and return that: retention may have deleted all earlier ones. Else None."""
     match = REPLACED_NAME.fullmatch(path.name)
     if match is None or (final := path.with_name(match[1])).exists() or not is_complete(path):
         return None
@@ -89,13 +89,13 @@ def _put_back(path: Path) -> Path | None:
 
 
 def missing(path: Path) -> str:
-    """Why a folder is no complete checkpoint: `it has no COMPLETE file`."""
+    """Why a folder is not a complete checkpoint: `it has no COMPLETE file`."""
     names = [name for name in (CHECKPOINT_MARKER, METADATA_FILE) if not (path / name).exists()]
     return f"it has no {' and no '.join(names)} file" if path.is_dir() else "there is no such folder"
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that cannot be used to `.bad_step_N`, which nobody looks at, and return that."""
+    """Rename an unusable checkpoint to `.bad_step_N`, which no code reads, and return the new path."""
     names = (f".bad_{path.name}" + (f"_{number}" if number else "") for number in count())
     taken = {other.name for other in path.parent.iterdir()}
     aside = path.with_name(next(name for name in names if name not in taken))
@@ -113,7 +113,7 @@ def make_empty(folder: Path) -> None:
 def commit(
     aside: Path, final: Path, info: dict[str, Any], on_stage: Callable[[str], None] = lambda stage: None
 ) -> None:
-    """Give a completely written folder its marker and its name; `on_stage` hears of each point that is passed."""
+    """Give a completely written folder its marker and its final name. `on_stage` is called after each stage."""
     state = json.dumps(info, indent=1).encode()
     write_synced(aside / STATE_FILE, state)
     sync_folder(aside)
@@ -123,8 +123,8 @@ def commit(
     on_stage("marker")
     replaced = aside.with_name(f"{aside.name}_replaced")
     if final.exists():  # an incomplete folder of the same step, or a complete one of a run started over
-        final.rename(replaced)  # in one piece: half deleted it could still look complete
-        on_stage("replaced")  # who is killed here leaves what `restore_replaced` gives back
+        final.rename(replaced)  # in one step: a half-deleted folder could still look complete
+        on_stage("replaced")  # after a kill here, `restore_replaced` restores it
     try:
         aside.rename(final)
     except OSError:
@@ -136,13 +136,13 @@ def commit(
 
 
 def render_marker(state: bytes) -> bytes:
-    """What the marker of a checkpoint with this `state.json` holds."""
+    """The content of the marker for this `state.json`."""
     return json.dumps({STATE_FILE: _entry(state)}).encode()
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What `state.json` says that is read again: by the trainer itself, beside what the recipe has in it."""
+    """The fields of `state.json` that the trainer reads, and the recipe's own state."""
 
     step: Count
     world_size: Annotated[int, Within(1, 1 << 20)]
@@ -166,9 +166,9 @@ class Saved:
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], bool]:
-    """What `state.json` says, and whether it is known to be as it was written: before format 3 the marker is empty.
+    """The content of `state.json`, and whether its checksum was verified: before format 3 the marker is empty.
 
-    Raises DamagedError where it is not what was written or not of the types of `Saved`, and OSError.
+    Raises DamagedError if it differs from what was written or from the types of `Saved`, and OSError.
     """
     state, marker = read_up_to(folder / STATE_FILE, MAX_BYTES), read_up_to(folder / CHECKPOINT_MARKER, MARKER_BYTES)
     if marker:
@@ -188,7 +188,7 @@ def read_state(folder: Path) -> tuple[dict[str, Any], bool]:
 
 
 def parse_marker(marker: bytes) -> list[int]:
-    """Length and CRC-32 of `state.json`."""
+    """The length and CRC-32 of `state.json` from its marker. Raises DamagedError."""
     with suppress(InvalidData):
         says = from_json(parse_json(marker, most=MARKER_BYTES), dict[str, Any])
         return list(from_json(says.get(STATE_FILE), tuple[Count, Count]))
@@ -196,15 +196,16 @@ def parse_marker(marker: bytes) -> list[int]:
 
 
 def remove(path: Path) -> None:
-    """Delete a complete checkpoint; a kill half way leaves what the next save removes, and no half of one."""
+    """Delete a complete checkpoint. If the process is killed meanwhile, no incomplete checkpoint remains; the next save
+    removes the rest."""
     doomed = path.with_name(f".tmp_{path.name}_removed")
     path.rename(doomed)
     remove_tree(doomed)
 
 
 def _named(folder: Path) -> dict[int, Path]:
-    """Raises OSError where a folder that is there cannot be listed: its run would begin anew, and delete what it has.
-    Path.glob finds nothing in such a folder since Python 3.12."""
+    """Raises OSError if an existing folder cannot be listed: else the run would start from the beginning and delete its
+    checkpoints. Since Python 3.12 Path.glob finds nothing in such a folder."""
     return _steps_of(_listed(folder))
 
 
@@ -223,7 +224,7 @@ def _steps_of(paths: Iterable[Path]) -> dict[int, Path]:
 
 
 class ChecksummingWriter(FileSystemWriter):
-    """Torch's writer of shards, which also notes the length and checksum of every file it writes."""
+    """Torch's writer of shards; also records the length and checksum of every file that it writes."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -245,7 +246,8 @@ class _ChecksummingFiles(FileSystem):
 
 
 class ChecksummedFile:
-    """A file that is written from its beginning to its end; everything but `write` and `fileno` is the file's own."""
+    """Wraps a file that is written sequentially, and computes its length and checksum. Everything except `write`,
+    `fileno` and `entry` is passed on to the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -258,7 +260,8 @@ class ChecksummedFile:
         return self._file.write(data)
 
     def fileno(self) -> int:
-        """For who syncs the file: what is in Python's buffer yet, such as all of torch's metadata, would not be."""
+        """Flushes first, for a caller that syncs the file: Python's buffer would not be synced, e.g. all of torch's
+        metadata."""
         self._file.flush()
         return self._file.fileno()
 
@@ -270,12 +273,12 @@ class ChecksummedFile:
 
 
 def damages(folder: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with which of the files; empty when all are as they were written."""
+    """What is wrong with which files; empty if all are unchanged since they were written."""
     return [f"{name} {wrong}" for name, entry in manifest.items() if (wrong := _damage(folder / name, *entry))]
 
 
 def disagreements(folder: Path, info: Mapping[str, Any]) -> list[str]:
-    """What of a checkpoint's `state.json` contradicts itself, the folder's name or the names of the files in it."""
+    """Where a checkpoint's `state.json` contradicts itself, the folder's name or the names of the folder's files."""
     step, world_size, data = info["step"], info["world_size"], info.get("data")
     found = []
     named = STEP_NAME.fullmatch(folder.name)
@@ -289,7 +292,7 @@ def disagreements(folder: Path, info: Mapping[str, Any]) -> list[str]:
 
 
 def _strange_files(folder: Path, manifest: Manifest, world_size: int) -> list[str]:
-    """Where the names in the manifest do not fit the number of ranks, and shards in the folder that it lacks."""
+    """Names in the manifest that do not fit the number of ranks, and files in the folder that it does not list."""
     ranks = {int(match[1]) for name in manifest if (match := RANDOM_NAME.fullmatch(name))}
     writers = {int(match[1]) for name in manifest if (match := SHARD_NAME.fullmatch(name))}
     found = []
@@ -302,7 +305,7 @@ def _strange_files(folder: Path, manifest: Manifest, world_size: int) -> list[st
     elsewhere = [name for name in manifest if Path(name).name != name or "\0" in name]
     if elsewhere:
         found.append(f"{STATE_FILE} names {first_few(elsewhere, 3)}, which is not in its folder")
-    # others of such a name came from elsewhere; what else lies there (an editor's, a file system's) is not read
+    # further files with such names come from elsewhere; other files (an editor's, a file system's) are not read
     ours = {
         file.name for file in folder.iterdir() if SHARD_NAME.fullmatch(file.name) or RANDOM_NAME.fullmatch(file.name)
     }
@@ -317,7 +320,7 @@ def _few(numbers: set[int]) -> str:
 
 
 def share(manifest: Manifest, rank: int, world_size: int) -> Manifest:
-    """The files that one rank looks at, so that together the ranks look at each once."""
+    """The files that one rank checks; together the ranks check each file once."""
     return {name: manifest[name] for name in sorted(manifest)[rank::world_size]}
 
 

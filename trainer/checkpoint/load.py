@@ -1,4 +1,4 @@
-"""From a checkpoint back into a model, an optimizer and the random numbers."""
+"""Loads a checkpoint into a model, an optimizer and the random states."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a loaded checkpoint says beside weights and optimizer."""
+    """A loaded checkpoint's content other than weights and optimizer."""
 
     step: int
     world_size: int
     extra: dict[str, Any]
     files: Manifest = field(default_factory=dict)
-    """Length and checksum of each file; empty for one written by an earlier version."""
+    """Length and checksum of each file; empty if an earlier version wrote the checkpoint."""
     has_verified_state: bool = True
-    """Whether what it says is known to be what was written; not for one written by an earlier version."""
+    """Whether the checksum of this content was verified; False if an earlier version wrote the checkpoint."""
 
 
 def load(
@@ -53,10 +53,10 @@ def load(
 ) -> Resumed:
     """Fill model, optimizer and random state in place from a complete checkpoint, and return the rest.
 
-    Any world size may load. The random state is restored only where the world size is the one that saved: at another
-    there is no state to continue. The optimizer keeps its own settings (weight decay, betas, eps). When any rank finds
-    a file missing, cut or changed, all raise CheckpointError; model and optimizer are then undefined, the random state
-    is as it was. `verified`: what `verify` has returned for it just before.
+    Any world size may load. The random state is restored only if the world size is the same as at the save: otherwise
+    there is no state to continue. The optimizer keeps its own settings (weight decay, betas, eps). If any rank finds
+    a file missing, truncated or changed, all raise CheckpointError; model and optimizer are then undefined, the random
+    state is unchanged. `verified`: the result of `verify` for this checkpoint just before.
     """
     group, verdict = dist.control_group, f"cannot load {path}. {DAMAGED}"
     resumed = verified or verify(path, dist)
@@ -71,9 +71,9 @@ def load(
 
 
 def load_model(path: Path, model: nn.Module, dist: Dist, *, verified: Resumed | None = None) -> Resumed:
-    """Fill only the model in place from a complete checkpoint of any world size, and return what else it says.
+    """Fill only the model in place from a complete checkpoint of any world size, and return the other content.
 
-    Frozen parameters are not in a checkpoint and stay as they are. One process needs no process group. `verified`: see
+    Frozen parameters are not in a checkpoint and stay unchanged. One process needs no process group. `verified`: see
     `load`.
     """
     group, verdict = dist.control_group, f"cannot load {path}. {DAMAGED}"
@@ -84,7 +84,7 @@ def load_model(path: Path, model: nn.Module, dist: Dist, *, verified: Resumed | 
 
 
 def read_full(path: Path) -> State:
-    """The whole state of a checkpoint on the CPU, in one process without any process group.
+    """The full state of a checkpoint on the CPU, in one process without a process group.
 
     {"model": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, "exp_avg_sq": tensor, "step": tensor}}}.
     """
@@ -95,9 +95,9 @@ def read_full(path: Path) -> State:
 
 
 def read_info(path: Path) -> Resumed:
-    """What a checkpoint says beside weights and optimizer, to be judged before they are loaded.
+    """A checkpoint's content other than weights and optimizer, to check it before these are loaded.
 
-    Raises CheckpointError where that is not what was written, or contradicts the folder.
+    Raises CheckpointError if it differs from what was written, or contradicts the folder.
     """
     if not is_complete(path):
         raise CheckpointError(f"{path} is not a complete checkpoint: {missing(path)}")
@@ -115,9 +115,9 @@ def read_info(path: Path) -> Resumed:
 
 
 def verify(path: Path, dist: Dist) -> Resumed:
-    """What a checkpoint says, after the ranks together have compared every file with what was written.
+    """The result of `read_info`, after the ranks together have compared every file with its checksum.
 
-    Raises CheckpointError on all ranks when one of them cannot read it or finds a difference.
+    Raises CheckpointError on all ranks if one of them cannot read the checkpoint or finds a difference.
     """
     read: list[Resumed] = []
 

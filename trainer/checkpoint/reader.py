@@ -1,8 +1,8 @@
-"""Torch's reader of shards, made to run no code of the folder that it reads: somebody else may have made that.
+"""Torch's reader of shards, restricted so that it runs no code from the folder, which may be untrusted.
 
-`.metadata` is a pickle, which torch loads without any limit. Here it may build what torch writes into it and nothing
-else. The tensors of a shard torch loads with `weights_only`; other objects, which it would load without, no checkpoint
-of ours holds, and they are left out.
+`.metadata` is a pickle, which torch loads without restriction. Here it may only build the types that torch writes into
+it. Torch loads the tensors of a shard with `weights_only`. It would load other objects without; the trainer's
+checkpoints contain none, and they are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PlainReader(FileSystemReader):
     """Reads a folder of `torch.distributed.checkpoint`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises pickle.UnpicklingError for what is no metadata of tensors in this folder."""
+        """Raises pickle.UnpicklingError if the file does not describe tensors in this folder."""
         with (Path(self.path) / METADATA_FILE).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
@@ -52,7 +52,7 @@ class PlainReader(FileSystemReader):
 
 
 def _member(of: object, name: str) -> object:
-    """What `getattr` is for: Python 3.11's first releases pickle a member of an Enum by its name."""
+    """Replaces `getattr` in the pickle: the first releases of Python 3.11 pickle an Enum's member by its name."""
     if of is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(f"{METADATA_FILE} asks for {name} of {of!r}, which no checkpoint needs")
     return _MEM_FORMAT_ENCODING[name]
@@ -74,7 +74,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     )
 }
 _KNOWN |= {("torch", "Size"): torch.Size, ("builtins", "getattr"): _member}
-# the folder that was written into, which nobody reads; the second name is Python 3.13's
+# the path of the written folder, which is not used; the second name is Python 3.13's
 _KNOWN |= {(module, "PosixPath"): Path for module in ("pathlib", "pathlib._local")}
 
 
@@ -83,8 +83,8 @@ _BUILT = (BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, S
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Python's own, not the one in C: there nothing keeps a pickle from setting attributes of the classes themselves,
-    which all of this process would then work with."""
+    """Based on the unpickler in Python, not in C: with the latter, a pickle could set attributes of the classes
+    themselves, which would change them for the whole process."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, whether it may, and what happens when one is damaged."""
+"""Chooses the checkpoint that a run resumes from, checks that it fits the run, and handles damaged ones."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ from trainer.words import first_few
 
 ANEW = "restore it, or start anew with train.resume=never"
 RECIPE = "recipe"
-"""Where `state.json` has the recipe's own state; it is not there for one that has none."""
+"""The key of the recipe's own state in `state.json`; absent if the recipe has none."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoints to try, best first; none for a run that starts anew. A single one has nothing to fall back to."""
+    """The checkpoints to try, best first; empty for a run that starts from the beginning."""
 
     paths: list[Path] = field(default_factory=list)
     incomplete: list[Path] = field(default_factory=list)
-    """Those of them that are newer than what the run goes on from are passed over, and told."""
+    """Incomplete checkpoints. The run skips and reports those that are newer than the one it resumes from."""
 
 
 @dataclass(frozen=True)
 class CheckpointRequirements:
-    """What a checkpoint must have been made with."""
+    """Properties that a checkpoint must share with the run."""
 
     shape: Mapping[str, Any]
     trained_part: Mapping[str, str] = field(default_factory=dict)
-    """What of the model is trained, over which base; see `trained_part`."""
+    """Which part of the model is trained, on which base; see `trained_part`."""
     hashes: Mapping[str, str] = field(default_factory=dict)
 
 
 def choose(config: Config, run_dir: Path, dist: Dist) -> Choice:
-    """The checkpoints that `train.resume` means, as rank 0 sees them.
+    """The checkpoints that `train.resume` refers to, as rank 0 finds them.
 
-    After a restart by the host, what this run has saved comes first: `train.resume` says where it began.
+    After a restart by the host, this run's own checkpoints come first: `train.resume` names where the run began.
     """
     own = Choice()
     if config.train.resume == "auto" or os.environ.get(RESTARTED_ENV):
@@ -91,10 +91,10 @@ def resume(
     *,
     state: ExtraState | None = None,
 ) -> tuple[Resumed | None, list[str]]:
-    """Fill model, optimizer, random state, place in the data and `state` from the first checkpoint that can be read.
+    """Fill model, optimizer, random state, position in the data and `state` from the first readable checkpoint.
 
-    Returns what it says, and notes for the user: those that could not be read are renamed aside, never deleted.
-    Raises CheckpointError when none can be read, ConfigError, DataError or ModelError when it is of another run.
+    Returns its further content, and notes for the user. Unreadable checkpoints are renamed, never deleted. Raises
+    CheckpointError if none can be read; ConfigError, DataError or ModelError if it belongs to another run.
     """
     failures: list[tuple[Path, CheckpointError]] = []
     for path in choice.paths:
@@ -127,7 +127,7 @@ def resume(
 
 
 def render_doomed(run_dir: Path, start_step: int) -> list[str]:
-    """A line where the folder holds checkpoints later than the step the run begins from: its saves delete them."""
+    """A warning if the folder has checkpoints of later steps than the run starts from: its saves delete them."""
     later = [str(step) for step in steps_in(run_dir / CHECKPOINTS_DIR) if step > start_step]
     if not later:
         return []
@@ -138,7 +138,7 @@ def render_doomed(run_dir: Path, start_step: int) -> list[str]:
 
 
 def check_same_part(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise ModelError when the run trains another part of the model, or over another base, than the checkpoint's."""
+    """Raise ModelError if the run trains another part of the model, or on another base, than the checkpoint's run."""
     changed = [
         f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}"
         for name in {**before, **now}
@@ -152,7 +152,7 @@ def check_same_part(path: Path, before: Mapping[str, str], now: Mapping[str, str
 
 
 def check_optimizer(path: Path, before: Mapping[str, Any], now: torch.optim.Optimizer) -> None:
-    """Raise ConfigError where 8-bit state would have to become fp32 state; the other way is possible."""
+    """Raise ConfigError if 8-bit state would have to become fp32 state; the opposite is possible."""
     saved = before.get("optim")
     saved = saved if isinstance(saved, Mapping) else {}
     if saved.get("optimizer") == "adamw8bit" and isinstance(now, torch.optim.AdamW):
@@ -168,9 +168,9 @@ def check_optimizer(path: Path, before: Mapping[str, Any], now: torch.optim.Opti
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`KEY OLD -> NEW` of everything that decides the steps to come and is not as the checkpoint's run had it.
+    """`KEY OLD -> NEW` for each setting that affects further steps and differs from the checkpoint's run.
 
-    A key that the checkpoint does not know yet is left out.
+    Keys that the checkpoint does not contain are left out.
     """
     keys = [("optim", key) for key in now["optim"]]
     keys += [("train", key) for key in ("steps", "epochs", "micro_batch_size", "grad_accum_steps", "global_batch_size")]
@@ -182,7 +182,7 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def render_changes(extra: Mapping[str, Any], config: Config, *, step: int, total_steps: int, peak: float) -> list[str]:
-    """A line for what is not as the checkpoint's run had it, and one for another length; none for a run begun anew."""
+    """A note on changed settings since the checkpoint, and one on a changed length; none without a checkpoint."""
     changed = changed_keys(extra.get("config") or {}, config_to_dict(config))
     horizon = render_horizon(config, step=step, before=extra.get("total_steps"), now=total_steps, peak=peak)
     lines = [f"changed since the checkpoint, in force from here on: {', '.join(changed)}"] if changed else []
@@ -190,11 +190,11 @@ def render_changes(extra: Mapping[str, Any], config: Config, *, step: int, total
 
 
 def render_horizon(config: Config, *, step: int, before: int | None, now: int, peak: float) -> str | None:
-    """What another length of the run does to the learning rate; None where it is the same length, or unknown.
+    """How a changed length of the run changes the learning rate; None if the length is the same, or unknown.
 
     `peak`: the highest learning rate of the schedule.
 
-    The rule: the schedule is always that of the run's present length, as if it had had this length from the start.
+    The schedule is always that of the run's current length, as if the run had had this length from the start.
     """
     if before is None or before == now:
         return None
@@ -226,13 +226,14 @@ def _differences(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _check_whole(path: Path, saved: Resumed) -> None:
-    """Raise CheckpointError where state.json lacks what every save writes: its checksum is nowhere."""
+    """Raise CheckpointError if state.json lacks the data position that every save writes: a state.json without a
+    verified checksum can be incomplete."""
     if not isinstance(saved.extra.get("data"), Mapping):
         raise load_error(path, f"{STATE_FILE} does not say what a save writes there: data")
 
 
 def _check(path: Path, saved: Resumed, required: CheckpointRequirements, tensors: Sequence[str], data: Loader) -> None:
-    """Go to the checkpoint's place in the data. Raises when model, data or length of the run are not those of it."""
+    """Continue at the checkpoint's position in the data. Raises if model, data or length of the run do not fit it."""
     before = saved.extra.get("shape") or required.shape
     changed = [f"{name} {before.get(name)} -> {new}" for name, new in required.shape.items() if before.get(name) != new]
     if changed:
@@ -261,7 +262,7 @@ def _check(path: Path, saved: Resumed, required: CheckpointRequirements, tensors
 
 
 def _check_state(path: Path, saved: Any, state: ExtraState | None) -> None:
-    """Give the recipe's state back. Raises ModelError where the checkpoint has none, or one that nobody takes."""
+    """Restore the recipe's state. Raises ModelError if the checkpoint lacks it, or has one that the recipe lacks."""
     if (saved is None) != (state is None):
         what = "no state of its recipe" if saved is None else "the state of another recipe"
         raise ModelError(f"{path} holds {what}", hint=ANEW)
@@ -291,5 +292,5 @@ def _without_checksum(path: Path) -> str:
 
 
 def _reason(path: Path, error: CheckpointError) -> str:
-    """What is wrong, without the advice for one that was named and without its path."""
+    """The error's reason, without the path and without the advice for a single checkpoint."""
     return str(error).removesuffix(f". {DAMAGED}").replace(f"cannot load {path}: ", "")

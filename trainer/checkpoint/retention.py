@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay on disk."""
+"""Decides which checkpoints of a run stay on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.checkpoint.folders import remove, steps_in
 from trainer.checkpoint.load import read_info
 
 METRIC = "eval_loss"
-"""In state.json: the held-out loss of exactly these weights, where it was taken."""
+"""In state.json: the held-out loss of exactly these weights, if it was measured."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Keep:
 
 
 def prune(folder: Path, keep: Keep, *, newest: int) -> list[Path]:
-    """Delete the complete checkpoints that retention no longer wants, and return them. Rank 0 only.
+    """Delete the complete checkpoints that retention does not keep, and return their paths. Rank 0 only.
 
-    One that cannot be read now may be the best, and stays; what has other content than was written says nothing.
+    A checkpoint that cannot be read now may be the best one, and stays. A damaged one counts as one without a loss.
     """
     paths, saved, unread = steps_in(folder), dict[int, float | None](), set[int]()
     for step, path in paths.items():
@@ -46,10 +46,10 @@ def prune(folder: Path, keep: Keep, *, newest: int) -> list[Path]:
 
 
 def to_delete(saved: Mapping[int, float | None], keep: Keep, *, newest: int) -> list[int]:
-    """Which of the saved steps go; `saved` has each one's held-out loss, `newest` was just saved and always stays.
+    """The saved steps to delete. `saved`: each step's held-out loss; `newest` was just saved and always stays.
 
-    Steps after `newest` always go: the run went back behind them, and a resume would take them for its own. Of equal
-    losses the later step is the better.
+    Steps after `newest` are always deleted: the run restarted before them, and a resume would use them as its own. Of
+    equal losses the later step is better.
     """
     own = sorted(step for step in saved if step <= newest)
     later = sorted(step for step in saved if step > newest)
@@ -62,10 +62,10 @@ def to_delete(saved: Mapping[int, float | None], keep: Keep, *, newest: int) -> 
 
 
 def best_in(folder: Path, *, newest: int) -> tuple[int, float] | None:
-    """The step, `newest` or before, of the complete checkpoint with the lowest held-out loss, and that loss; None where
-    none has one.
+    """The step, up to `newest`, of the complete checkpoint with the lowest held-out loss, and that loss; None if no
+    checkpoint has one.
 
-    Of equal losses the later step is the better.
+    Of equal losses the later step is better.
     """
     losses = {step: loss for step, path in steps_in(folder).items() if (loss := _metric(path)) is not None}
     known = {step: loss for step, loss in losses.items() if step <= newest and math.isfinite(loss)}
@@ -73,7 +73,7 @@ def best_in(folder: Path, *, newest: int) -> tuple[int, float] | None:
 
 
 def _metric(path: Path) -> float | None:
-    with suppress(CheckpointError):  # told when it is loaded
+    with suppress(CheckpointError):  # reported when it is loaded
         return _read_metric(path)
     return None
 

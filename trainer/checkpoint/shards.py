@@ -1,7 +1,7 @@
-"""Model and optimizer as `torch.distributed.checkpoint` keeps them: by name, in shards, for any number of ranks.
+"""Model and optimizer as `torch.distributed.checkpoint` stores them: by name, in shards, for any number of ranks.
 
-The optimizer's state is kept by parameter name alone. Its groups and their settings (learning rate, decay) are the
-config's and are not in a checkpoint, so that they may change.
+The optimizer's state is stored by parameter name only. Its groups and their settings (learning rate, decay) come from
+the config and are not in a checkpoint, so that they may change.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from trainer.dist import Group
 from trainer.tensors import fsdp_modules
 from trainer.words import first_few
 
-# torch takes a run without a process group for one process: it is one. (A context would not do: it is for one thread.)
+# torch warns that it assumes one process without a process group: correct. (A context would cover only one thread.)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Model and optimizer state by parameter name, sharded as they live; the tensors are the live ones."""
+    """Model and optimizer state by parameter name, sharded as in memory. The tensors are not copies."""
     reshard(model)
     optimizer_state = get_optimizer_state_dict(model, optimizer, options=_options(model))
     return {"model": model_state(model), "optimizer": optimizer_state["state"]}
 
 
 def model_state(model: nn.Module) -> State:
-    """The model's tensors by name; without those that are frozen, which a run fills before it loads a checkpoint."""
+    """The model's tensors by name, without frozen ones, which a run fills before it loads a checkpoint."""
     return get_model_state_dict(model, options=_options(model))
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard FSDP's modules. An evaluation leaves the root gathered, and then its parameters are not those that the
-    optimizer holds."""
+    """Reshard FSDP's modules. After an evaluation the root is still gathered, and then its parameters are not the ones
+    that the optimizer holds."""
     for group in fsdp_modules(model):
         group.reshard()
 
 
 def write_shards(state: State, folder: Path, group: Group) -> Manifest:
-    """Write this rank's part of the state, synced to disk; every rank of the group calls this.
+    """Write this rank's part of the state, synced to disk. Every rank of the group must call this.
 
     Returns the length and checksum of each file that this rank has written.
 
-    Raises torch's CheckpointException, no Exception but a BaseException, on every rank when one could not.
+    If one rank fails, raises torch's CheckpointException (a BaseException, not an Exception) on every rank.
     """
     writer = ChecksummingWriter(folder)
     dcp.save(state, storage_writer=writer, **_dcp_group(group))
@@ -83,7 +83,7 @@ def read_model_shards(path: Path, model: nn.Module, group: Group) -> None:
 
 
 def read_all_shards(path: Path) -> State:
-    """Every tensor of a checkpoint, whole and on the CPU, in one process without a process group."""
+    """All tensors of a checkpoint, unsharded on the CPU, in one process without a process group."""
     kept = PlainReader(path).read_metadata().state_dict_metadata
     flat: State = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -103,7 +103,7 @@ def read_all_shards(path: Path) -> State:
 
 
 def differences(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
-    """What of the checkpoint's tensors does not fit the model's (and the optimizer's): names, and sizes OLD -> NEW."""
+    """How the checkpoint's tensors differ from the model's (and the optimizer's): names, and sizes OLD -> NEW."""
     kept = PlainReader(path).read_metadata().state_dict_metadata
     state = {"model": model_state(model)} if optimizer is None else sharded_state(model, optimizer)
     now = {name.strip("/").replace("/", "."): value for name, value in leaves(state)}
@@ -134,5 +134,5 @@ def _options(model: nn.Module) -> StateDictOptions:
 
 
 def _dcp_group(group: Group) -> dict[str, Any]:
-    """A CPU group: a slow disk must not run into NCCL's time-out. One process needs no group at all."""
+    """dcp's arguments for a CPU group: a slow disk must not cause an NCCL timeout. One process needs no group."""
     return {"no_dist": True} if group is None else {"process_group": group}

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: nested dicts of tensors, ways to go through them, and the random numbers of each rank."""
+"""The content of a checkpoint: nested dicts of tensors, functions to walk them, and each rank's random state."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Key = tuple[int, torch.Size, torch.dtype]
 
 
 class ExtraState(Protocol):
-    """What a run remembers beside weights, optimizer, random numbers and its place in the data."""
+    """State that a run keeps in addition to weights, optimizer, random numbers and its position in the data."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain JSON, small, the same on every rank."""
+        """The state as plain JSON: small, and the same on every rank."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there, on any number of ranks; ModelError where it is of another run."""
+        """Continues from this state, on any number of ranks. Raises ModelError if it belongs to another run."""
 
 
 def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of everything in nested dicts."""
+    """(path, value) of every value in nested dicts."""
     if isinstance(state, dict):
         for name, child in state.items():
             yield from leaves(child, f"{path}/{name}")
@@ -55,7 +55,7 @@ def local_bytes(state: State) -> int:
 
 
 def key_of(tensor: Tensor) -> Key:
-    """The same for two tensors exactly when they are the same part of the same memory."""
+    """Equal for two tensors only if they are the same part of the same memory."""
     return tensor.data_ptr() if is_plain(tensor) else id(tensor), tensor.shape, tensor.dtype
 
 
@@ -64,7 +64,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether every value is; without a temporary copy, and in one pass."""
+    """Whether every value is finite; in one pass and without a temporary copy."""
     if not is_plain(tensor) or not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     low, high = torch.aminmax(tensor.detach())
@@ -72,7 +72,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def not_finite(state: State) -> list[str]:
-    """The paths of the tensors of which this rank holds a value that is NaN or infinite."""
+    """The paths of the tensors with a NaN or infinite value on this rank."""
     return [
         path.strip("/").replace("/", " ")
         for path, leaf in leaves(state)
@@ -81,7 +81,7 @@ def not_finite(state: State) -> list[str]:
 
 
 def check_finite(state: State, verdict: str) -> None:
-    """Raise CheckpointError that names what is not finite, and tells the verdict."""
+    """If tensors are not finite, raise CheckpointError with their names and the text `verdict`."""
     bad = not_finite(state)
     if bad:
         raise CheckpointError(f"{first_few(bad, 3)}: values that are not finite; {verdict}")
@@ -91,7 +91,7 @@ def check_finite(state: State, verdict: str) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every generator of this process: Python's, NumPy's where it is in use, torch's on CPU and CUDA."""
+    """The state of this process's generators: Python's, NumPy's if it is imported, torch's on CPU and CUDA."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -102,7 +102,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Continue every generator from `random_state()`."""
+    """Set every generator to a state from `random_state()`."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
@@ -115,7 +115,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def write_random_state(folder: Path, rank: int, state: dict[str, Any]) -> Manifest:
-    """Write the state of one rank, synced to disk; its file's length and checksum."""
+    """Write the state of one rank, synced to disk. Returns the file's length and checksum."""
     path = _file(folder, rank)
     with path.open("wb") as raw:
         file = ChecksummedFile(raw)

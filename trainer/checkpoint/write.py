@@ -1,4 +1,4 @@
-"""A checkpoint is written by all ranks together: complete, or not at all."""
+"""Writes a checkpoint from all ranks together: either complete, or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.files import lack_of_room, remove_tree
 HEADROOM_BYTES = 8 * 2**20  # metadata, random states and the file system's own blocks
 
 StageHook = Callable[[str], None]
-"""Hears the name of each point that a save passes, in the thread that passes it."""
+"""Called with the name of each stage of a save, in the thread that runs it."""
 
 
 def ignore_stage(stage: str) -> None:
@@ -30,7 +30,7 @@ def ignore_stage(stage: str) -> None:
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be written where; `info` is plain JSON, the same on all ranks."""
+    """What to write, and where. `info` is plain JSON, the same on all ranks."""
 
     folder: Path
     step: int
@@ -50,12 +50,12 @@ class Order:
 
 
 def write(order: Order, state: State, group: Group, on_stage: StageHook = ignore_stage) -> str:
-    """Write `folder/step_NNNNNN`; every rank calls this with its part of the state.
+    """Write `folder/step_NNNNNN`. Every rank must call this with its part of the state.
 
-    Returns a note, on rank 0, when older checkpoints could not be deleted: this one is complete all the same.
+    Returns a note, on rank 0, if older checkpoints could not be deleted; this one is complete nevertheless.
 
-    Raises CheckpointError on every rank when any rank could not write or holds a value that is not finite; what was
-    there before is then as it was, and the partial folder is gone.
+    Raises CheckpointError on every rank if any rank cannot write or has a value that is not finite. Existing
+    checkpoints are then unchanged, and the partial folder is removed.
     """
     on_all(lambda: check_finite(state, f"{order.final} not written"), group, partial(write_error, order.final))
     _check_space(order, state, group)
@@ -63,7 +63,7 @@ def write(order: Order, state: State, group: Group, on_stage: StageHook = ignore
         _write_aside(order, state, group, on_stage)
     except CheckpointError:
         if group is not None:
-            torch_dist.barrier(group=group)  # no rank may still write into the folder that rank 0 removes
+            torch_dist.barrier(group=group)  # no rank may still write when rank 0 removes the folder
         if order.rank == 0:
             remove_tree(order.aside)
         raise
@@ -95,14 +95,14 @@ def _write_aside(order: Order, state: State, group: Group, on_stage: StageHook) 
         "step": order.step,
         "world_size": order.world_size,
         **order.info,
-        # each rank knows its own best: a network file system may show another's late
+        # each rank reports its own files: on a network file system they may appear late on other ranks
         "files": {name: entry for part in gather(files, group) for name, entry in part.items()},
     }
     on_all(lambda: commit(aside, order.final, info, on_stage) if main else None, group, failure)
 
 
 def _check_space(order: Order, state: State, group: Group) -> None:
-    """Raise on every rank, before anything is written, when the disk has no room for all ranks' shards."""
+    """Raise on every rank, before anything is written, if the disk has no room for all ranks' shards."""
     needed = sum(gather(local_bytes(state), group)) + HEADROOM_BYTES
     folder = order.folder
 

@@ -1,4 +1,5 @@
-"""The command line of `train.py`. torch is imported only by the process that trains, and each command when called."""
+"""The command line of `train.py`. Only the process that trains imports torch, and each command is imported when
+called."""
 
 from __future__ import annotations
 
@@ -37,17 +38,17 @@ COMMANDS = {
     "generate": ("trainer.commands.generate:generate", "generate MODEL TEXT...", "Generate text with a model."),
     "tokenize": ("trainer.commands.tokenize:tokenize", "tokenize SOURCE...", "Write a token file."),
 }
-"""By first word: where its click command is, imported only when it is called; its usage; what it does."""
+"""By first word: the path of its click command, which is imported when called; its usage; its description."""
 WITHOUT_TORCH = ("init", "convert", "keys")
 PROGRAM_ENV = "TORCHFERRY_PROGRAM"
-"""What this program is called where another one has become it: in its usage and its errors."""
+"""The variable with the name of the program that started this one: usage and errors show it."""
 
 MOST_CARD_GIB = 4096
 UTF8_MODE_ENV = "PYTHONUTF8"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Train, or do what another command says, and leave with an exit code; a user's mistake is told in a paragraph."""
+    """Train, or run another command, and exit with an exit code. A user's mistake is printed as one paragraph."""
     if argv is None:
         read_names_as_utf8()
     words = list(sys.argv[1:] if argv is None else argv)
@@ -67,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             launch.let_rank_0_tell()  # every rank of a torchrun started by hand reads the same config
         write_error(error.render())
         if "--json" in words:
-            with suppress(OSError):  # the exit code says enough
+            with suppress(OSError):  # the exit code is enough
                 write_json({"error": error.as_json()})
         sys.exit(error.exit_code)
-    except OSError as error:  # of a file that is named, else of the output
+    except OSError as error:  # of a named file, else of the output
         if "--debug" in words:
             raise
-        sys.stdout = None  # it would be tried again at the end, and tell a trace
+        sys.stdout = None  # Python would try to write again at exit, and print a traceback
         file = f"{shown(os.fsdecode(error.filename))}: " if isinstance(error.filename, (str, bytes)) else ""
         write_error(f"Error: {program}: {file}{error.strerror or error}")
         sys.exit(1)
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def run_command(command: click.Command, words: Sequence[str], program: str) -> NoReturn:
-    """Leave with the command's exit code. Raises UserError for a mistake in the words, as for any other."""
+    """Exit with the command's exit code. Raises UserError for a mistake in the words, as for any other mistake."""
     try:
         code = command.main(words, program, standalone_mode=False)
     except click.ClickException as error:
@@ -100,7 +101,7 @@ def load_command(name: str) -> click.Command:
 
 
 def render_commands() -> str:
-    """The other commands, one a line, for the help."""
+    """The other commands, one per line, for the help."""
     return "\n".join(f"  {TRAIN} {usage:<22} {does}" for _, usage, does in COMMANDS.values())
 
 
@@ -154,7 +155,7 @@ def train_command(
     if (samples is not None or card_gib is not None) and not inspect:
         given = "--samples" if samples is not None else "--card-gib"
         raise UserError(f"{given} has a meaning only with --inspect", hint="add --inspect")
-    if card_gib is not None and not 0 < card_gib < MOST_CARD_GIB:  # nor nan, which a click.FloatRange lets through
+    if card_gib is not None and not 0 < card_gib < MOST_CARD_GIB:  # also rejects nan, which a click.FloatRange accepts
         raise click.UsageError(f"--card-gib is {card_gib:g}, and must be above 0 and below {MOST_CARD_GIB}")
     if inspect and calibrate:
         raise click.UsageError("--inspect and --calibrate are two questions: ask one at a time")
@@ -162,7 +163,7 @@ def train_command(
         raise click.UsageError("--json belongs to --inspect or --calibrate")
     if run_dir is not None and (inspect or calibrate):
         raise click.UsageError("--run-dir belongs to a run: --inspect and --calibrate have no run folder")
-    if not launch.is_under_torchrun(os.environ) and JOB_ID_ENV not in os.environ:  # whose config.yaml is one
+    if not launch.is_under_torchrun(os.environ) and JOB_ID_ENV not in os.environ:  # a job's config.yaml is a config
         program = click.get_current_context().command_path
         expect(read_kind(config_path, named=kind), config_path, CONFIG, program=deployer_of(program))
     check_torch()
@@ -179,13 +180,13 @@ def train_command(
 
 
 def deployer_of(program: str) -> str:
-    """What the deployer is called, where the trainer was called by this name: `torchferry train` is `torchferry`."""
+    """The deployer's name, given the name that the trainer was called by: `torchferry` for `torchferry train`."""
     first, _, command = program.rpartition(" ")
     return first if command and first else "python deploy.py"
 
 
 def tell_note(note: str) -> None:
-    """Says once, not on every rank, what a config has without effect."""
+    """Prints once, not on every rank, a note on values of a config that have no effect."""
     if os.environ.get("RANK", "0") == "0":
         write_line(sys.stderr, f"note: {shown(note)}")
 
@@ -197,7 +198,7 @@ def show_inspection(config: Config, *, samples: int, card_gib: float | None, as_
     from trainer.inspection.inspect_run import inspect_run  # imports torch
     from trainer.inspection.view import inspection_to_dict, print_inspection
 
-    with redirect_stdout(sys.stderr):  # what is told on the way is no part of what was asked for
+    with redirect_stdout(sys.stderr):  # messages on the way are not part of the output
         inspection = inspect_run(config, samples=samples, card_gib=card_gib)
     if as_json:
         write_json(inspection_to_dict(inspection))
@@ -206,8 +207,8 @@ def show_inspection(config: Config, *, samples: int, card_gib: float | None, as_
 
 
 def read_names_as_utf8() -> None:
-    """Begin this program anew, in Python's UTF-8 mode, where the locale says another encoding: a config is UTF-8 and
-    names files, whose names are bytes. The programs that it starts inherit the mode."""
+    """Start this program again in Python's UTF-8 mode, if the locale has another encoding: a config is UTF-8 and
+    contains file names, which are bytes. The programs that it starts inherit the mode."""
     if sys.getfilesystemencoding() == "utf-8" or os.environ.get(UTF8_MODE_ENV) == "1":
         return
     argv = [os.fsencode(word) for word in sys.orig_argv[1:]]
@@ -215,8 +216,8 @@ def read_names_as_utf8() -> None:
 
 
 def check_torch() -> None:
-    """Raise ConfigError where the trainer's requirements are not installed: the deployer alone needs no torch. What is
-    imported from here on has its bytecode."""
+    """Raise ConfigError if the trainer's requirements are not installed: the deployer itself needs no torch. Modules
+    imported from here on use the bytecode cache."""
     torch = find_spec("torch")
     if torch is None:
         project = Path(trainer.__file__).parent.parent
@@ -245,7 +246,7 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
 
 
 def prepare_host(config: Config) -> None:
-    """Choose and check the devices, and say in the environment what torch reads when it is imported."""
+    """Choose and check the devices, and set the environment variables that torch reads when it is imported."""
     here = config
     if launch.has_auto_gpus(config):
         here = launch.choose_gpus(config, os.environ, launch.read_gpu_usage())
@@ -254,7 +255,7 @@ def prepare_host(config: Config) -> None:
 
 
 def start_calibration(config: Config, *, as_json: bool, debug: bool) -> int:
-    """Time micro-batches in this process, or in the ranks of a torchrun, and give the exit code. Raises ConfigError."""
+    """Time micro-batches in this process or in the ranks of a torchrun; returns the exit code. Raises ConfigError."""
     if config.script is not None:
         raise ConfigError(f"script is {config.script!r}: --calibrate is about the trainer only")
     if launch.is_under_torchrun(os.environ):
@@ -272,9 +273,9 @@ def start_calibration(config: Config, *, as_json: bool, debug: bool) -> int:
 
 @contextmanager
 def holding(run_dir: Path) -> Iterator[None]:
-    """Hold the folder, once no other run uses it, while something in it is changed; its rank takes it for good.
+    """Lock the folder, once no other run uses it, while its content is changed; later its rank locks it until the end.
 
-    Raises ConfigError when it stays in use, or cannot be written.
+    Raises ConfigError if it stays in use or cannot be written.
     """
     try:
         with _needing(run_dir):
@@ -296,14 +297,14 @@ def _needing(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = f"{error.filename}: {error.strerror}" if error.filename else error.strerror  # a full disk names no file
+        why = f"{error.filename}: {error.strerror}" if error.filename else error.strerror  # no file for a full disk
         raise ConfigError(f"the run folder {run_dir} cannot be written: {why}") from error
 
 
 def prepare_rank(config: Config, run_dir: Path | None) -> None:
-    """What `start` does for its ranks, for one whose torchrun was started by hand."""
+    """Does for one rank, whose torchrun was started by hand, what `start` does for its ranks."""
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
-        if launch.has_auto_gpus(config):  # each rank would choose for itself
+        if launch.has_auto_gpus(config):  # each rank would choose separately
             hint = "export CUDA_VISIBLE_DEVICES, or let `train.py CONFIG` start torchrun"
             raise ConfigError("under a torchrun of your own nobody chooses the GPUs of auto:N", hint=hint)
         os.environ.update(launch.build_launch_env(config, os.environ, cores=available_cores()))
@@ -312,16 +313,17 @@ def prepare_rank(config: Config, run_dir: Path | None) -> None:
 
 
 def forget_stop(run_dir: Path) -> None:
-    """Drop a stop asked of an earlier start; in a deployed job the file is its supervisor's, and may be new."""
+    """Remove a stop request for an earlier start. In a deployed job the file belongs to the supervisor and may be
+    new."""
     if JOB_ID_ENV not in os.environ:
-        with suppress(OSError):  # nothing is there on a read-only disk, and what is written next says so
+        with suppress(OSError):  # on a read-only disk there is no such file, and the next write raises the error
             (run_dir / STOP_FILE).unlink()
 
 
 def train(config: Config, run_dir: Path | None, *, debug: bool) -> int:
-    """Be one rank: run the recipe and give the exit code. A failure is told in one paragraph, by one rank."""
+    """Run the recipe as one rank, and return the exit code. One rank prints a failure, as one paragraph."""
     os.environ.update(compile_cache(config))
-    for name, value in launch.build_debug_env(config).items():  # a deployed rank has only its config to know it by
+    for name, value in launch.build_debug_env(config).items():  # a deployed rank learns of it only from its config
         os.environ.setdefault(name, value)
     startup = Startup.of_process(os.environ)
     startup.enter("imports")
@@ -333,7 +335,7 @@ def train(config: Config, run_dir: Path | None, *, debug: bool) -> int:
 
 
 def compile_cache(config: Config) -> dict[str, str]:
-    """Variables by which a rank that may compile takes over what earlier starts have compiled."""
+    """Variables with which a rank that may compile reuses the compiled code of earlier starts."""
     for_cpu = launch.device_kind(config) == "cpu"
     if for_cpu and not config.parallel.compile:
         return {}

@@ -1,4 +1,4 @@
-"""`train.py convert`: another tool's task as a task file of ours. No torch."""
+"""`train.py convert`: converts another tool's task to a task file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def convert(file: str, out: str | None, force: bool, kind: str | None, debug: bo
 
 
 def read_foreign(file: str, kind: str | None = None, *, program: str = "deploy.py") -> tuple[Written, str]:
-    """Another tool's task as ours, and which tool it is. ConfigError for another file, and for what cannot be read."""
+    """Another tool's task as a task file, and the tool's name. Raises ConfigError for another or an unreadable file."""
     found = expect(read_kind(file, named=kind), file, *READERS, program=program)
     try:
         return READERS[found.kind](found.tree, lambda path: Path(path).exists()), found.kind

@@ -1,4 +1,4 @@
-"""`train.py export`: the words of the command line. Imports no torch; the work is `trainer.export.checkpoint`'s."""
+"""`train.py export`: its command line. Imports no torch; `trainer.export.checkpoint` does the work."""
 
 from __future__ import annotations
 

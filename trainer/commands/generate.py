@@ -1,4 +1,4 @@
-"""`train.py generate`: the words of the command line. Imports no torch; the work is `trainer.export.generate`'s."""
+"""`train.py generate`: its command line. Imports no torch; `trainer.export.generate` does the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--help` of the trainer's commands shows: one form, with this program named as it was called."""
+"""The `--help` of the trainer's commands: one format, with the program's name as it was called."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _NAMED = re.compile(rf"{TRAIN} (?=(?:init|convert|keys|export|generate|tokenize|
 
 
 class Verb(NamedTuple):
-    """What another program calls a command with one of its options: `torchferry inspect` is `train.py --inspect`."""
+    """Another program's name for a command with one of its options: `torchferry inspect` is `train.py --inspect`."""
 
     help: str
     without: tuple[str, ...]
     """Parameters that have no meaning there."""
     helps: Mapping[str, str]
-    """Of parameters: what is said of them there."""
+    """The help texts of parameters there."""
 
 
 class Command(click.Command):
-    """A command of the trainer. `verbs`: how it presents itself where its last name is one of these."""
+    """A command of the trainer. `verbs`: its help if the last word of its name is one of these."""
 
     def __init__(self, *args: Any, verbs: Mapping[str, Verb] | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -44,7 +44,7 @@ class Command(click.Command):
 
 
 def as_called(text: str, program: str) -> str:
-    """A help with the name of the program that became the trainer; its own name stays where none did."""
+    """A help text with the name of the program that started the trainer; train.py's name stays if none did."""
     if program in ("", "train.py"):
         return text
     text = _NAMED.sub(lambda _: f"{program} ", text)

@@ -1,4 +1,4 @@
-"""`train.py init`: a short, explained config to begin with. No torch."""
+"""`train.py init`: writes a short, explained config to start from. Imports no torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ gpus: auto:1  # auto:4: the four freest; 0,1: these; on a machine without: devic
 """
 TASK_FILE = "torchferry.yaml"
 PROGRAMS = ("train.py", "main.py")
-"""What is taken for the program of a folder, the first that is there; else its only one."""
+"""File names that count as the program of a folder: the first that exists, else its only program."""
 EVERY_KIND = (*KINDS, "task")
 
 

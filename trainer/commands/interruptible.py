@@ -1,4 +1,4 @@
-"""Commands that tell of a Ctrl-C by their exit code."""
+"""Commands whose exit code reports a Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from trainer.console import write_error
 
 
 def interruptible(told: str, **by_option: str) -> type[Command]:
-    """A kind of command that ends with 130 after a Ctrl-C that nothing in it has heard; click would end with 1.
+    """A command class that exits with 130 after a Ctrl-C that nothing else handles; click would exit with 1.
 
-    Then it says `told`, or what `by_option` has for an option that was given; of several ranks the first alone.
+    Then it prints `told`, or the text in `by_option` for an option that was given; with several ranks only rank 0
+    prints.
     """
 
     class Interruptible(Command):

@@ -1,4 +1,4 @@
-"""`train.py keys`: what docs/config.md says of a config's keys, at the shell. No torch."""
+"""`train.py keys`: shows the part of docs/config.md about a config's keys in the shell. Imports no torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def keys(words: tuple[str, ...], as_json: bool, debug: bool) -> None:
 
 
 def matching(docs: list[KeyDoc], words: tuple[str, ...]) -> list[KeyDoc]:
-    """Those whose names hold one of the words, else those whose meaning does; without words all."""
+    """The keys whose names contain one of the words, else those whose meaning does; without words all keys."""
     wanted = [word.lower() for word in words]
 
     def has(text: str) -> bool:
@@ -61,7 +61,7 @@ def matching(docs: list[KeyDoc], words: tuple[str, ...]) -> list[KeyDoc]:
 
 
 def render(doc: KeyDoc, width: int) -> str:
-    """A key on its first line, what it means below."""
+    """A key on its first line, with its meaning below."""
     default = f"[{doc.default}]" if doc.default else "(required)"
     elsewhere = f" Elsewhere: {', '.join(doc.elsewhere)}." if doc.elsewhere else ""
     about = textwrap.fill(

@@ -1,4 +1,4 @@
-"""`train.py tokenize`: the words of the command line. No torch; the work is `trainer.data.tokenize.plain_text`'s."""
+"""`train.py tokenize`: its command line. Imports no torch; `trainer.data.tokenize.plain_text` does the work."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def tokenize(
         )
     loaded = load_tokenizer(Config(data=DataConfig(train=list(sources), tokenizer=tokenizer)))
     texts = read_all_texts(sources, split=split)
-    with tqdm(unit="tok", unit_scale=True, disable=None) as bar:  # on stderr, and on a terminal only
+    with tqdm(unit="tok", unit_scale=True, disable=None) as bar:  # on stderr, and only on a terminal
 
         def tell(documents: int, tokens: int) -> None:
             bar.set_postfix_str(f"{documents:,} documents", refresh=False)

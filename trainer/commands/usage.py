@@ -1,4 +1,4 @@
-"""A mistake in the command line, as click finds it, in the two parts that every error has. No torch."""
+"""A mistake in the command line, found by click, in the two parts that every error has. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import click
 from trainer.errors import UserError
 
 LIKE = 0.7
-"""How alike two options must be for one to be a slip of the other: click suggests less likely ones too."""
+"""Minimum similarity of two options for one to be a typo of the other; click also suggests less similar ones."""
 _NUMBERS = {"integer": "a whole number", "float": "a number"}
 
 
 def in_two_parts(error: click.ClickException, command: click.Command, program: str) -> UserError:
-    """The error in our words, which do not depend on click's version. `program`: what the command was called."""
+    """The error in our words, which do not depend on click's version. `program`: the name that the command was called
+    by."""
     hint = f"{program} --help lists the options"
     text = error.message.rstrip(".")
     if isinstance(error, click.NoSuchOption):

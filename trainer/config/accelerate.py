@@ -1,6 +1,6 @@
-"""The config file that `accelerate config` writes, in this schema's keys. Imports neither torch nor accelerate.
+"""Reads the config file that `accelerate config` writes, in this schema's keys. Imports neither torch nor accelerate.
 
-Every key is mapped, told to have no effect here, or refused; none is dropped without a word.
+Every key is mapped, reported as without effect, or refused; none is dropped silently.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trainer.errors import ConfigError, raise_all
 MAX_NUMBER = 1 << 53
 BACKENDS = {"FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "NO": "pytorch"}
 PRECISIONS = {"bf16": "bf16", "no": "fp32", "false": "fp32"}
-"""By word in small letters, as accelerate compares them; YAML's `no` is false there."""
+"""By lower-case word, since accelerate ignores case; YAML's `no` is false there."""
 BOOLS = {**BOOL_WORDS, "y": True, "t": True, "1": True, "n": False, "f": False, "0": False}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of the schema, the value that the file gives it, and where it stands: `accelerate.yaml:7`."""
+    """A key of the schema, the value that the file gives it, and its place: `accelerate.yaml:7`."""
 
     key: str
     value: object
@@ -39,10 +39,10 @@ class Accelerate:
 
     settings: tuple[Setting, ...] = ()
     num_processes: int | None = None
-    """The number of processes that it was written for; None when it does not say."""
+    """The number of processes that the file was written for; None if it has none."""
     processes_place: str = ""
     notes: tuple[str, ...] = ()
-    """What has no effect here, in lines to be shown."""
+    """Lines to be shown about values without effect."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Given:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing, an empty list or mapping, or a word for no."""
+        """Whether it is null, an empty list or mapping, or a word for no."""
         if isinstance(self.value, Mapping | list):
             return not self.value
         return self.is_null or BOOL_WORDS.get(self.text.lower()) is False
@@ -70,7 +70,7 @@ class Given:
         return ConfigError(f"{self.name} is {show(self.value)}: {problem}", where=self.place, hint=hint)
 
     def one_of(self, *choices: str) -> str:
-        """The choice that is given, in any case of letters. ConfigError for another."""
+        """The given choice, in any case. Raises ConfigError for another value."""
         for choice in choices:
             if self.text.upper().strip("_") == choice.upper().strip("_"):
                 return choice
@@ -92,7 +92,7 @@ class Given:
         return int(number)
 
     def texts(self) -> list[str]:
-        """The entries of a list, which may also be written with commas."""
+        """The entries of a list, or of a text with commas."""
         if isinstance(self.value, list):
             return [v.text if isinstance(v, Word) else str(v) for v in self.value]
         return [part.strip() for part in self.text.split(",") if part.strip()]
@@ -100,7 +100,7 @@ class Given:
 
 @dataclass
 class _Reading:
-    """What has been understood so far."""
+    """The values that were understood so far."""
 
     values: dict[str, tuple[object, str]] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
@@ -115,9 +115,9 @@ Rule = Callable[[Given, _Reading], None]
 
 
 def read_fsdp_config(path: str | Path) -> Accelerate:
-    """What a YAML or JSON file as `accelerate config` writes it says, for FSDP versions 1 and 2.
+    """The content of a YAML or JSON file as `accelerate config` writes it, for FSDP versions 1 and 2.
 
-    Raises ConfigError, with the line, for a key that accelerate does not know and for what cannot be done here.
+    Raises ConfigError, with the line, for a key that accelerate does not know and for an unsupported value.
     """
     tree, places = read_json(Path(path)) if Path(path).suffix == ".json" else read_yaml(Path(path))
     reading = _Reading()
@@ -144,12 +144,12 @@ def _read(given: Given, reading: _Reading) -> None:
         near = get_close_matches(given.name, RULES, n=1)
         hint = f"did you mean {near[0]}?" if near else "a file as `accelerate config` writes it is expected"
         raise ConfigError(f"{given.name} is not a key of accelerate's config", where=given.place, hint=hint)
-    if not given.is_null or rule is _backward_prefetch:  # else it is not given
+    if not given.is_null or rule is _backward_prefetch:  # else it counts as not given
         rule(given, reading)
 
 
 def check_processes(accelerate: Accelerate, processes: int) -> None:
-    """Raise ConfigError when the file was written for another number of processes than the config starts."""
+    """Raise ConfigError if the file was written for a number of processes other than the config's."""
     expected = accelerate.num_processes
     if expected is not None and expected != processes:
         indices = ",".join(map(str, range(expected)))
@@ -161,7 +161,7 @@ def check_processes(accelerate: Accelerate, processes: int) -> None:
 
 
 def _entries(tree: Mapping[str, object], places: Places) -> Iterator[Given]:
-    """The entries of the top level and of fsdp_config, where those of older files stand at the top level too."""
+    """The entries of the top level and of fsdp_config; older files have the latter at the top level too."""
     for name, value in tree.items():
         if name in ("fsdp_config", "dynamo_config") and isinstance(value, Mapping):
             yield from (Given(inner, v, places.of(f"{name}.{inner}")) for inner, v in value.items())
@@ -177,7 +177,7 @@ def _maps_bool(key: str) -> Rule:
 
 
 def _maps_dropped(key: str) -> Rule:
-    """A word of FSDP1 that is no key here: what it says is answered together with the config."""
+    """An option of FSDP1 that is not a key here: its value is checked together with the config."""
     members = get_args(DROPPED[key].kind)
     choices = [choice for member in members for choice in get_args(member)] or members
 
@@ -188,12 +188,12 @@ def _maps_dropped(key: str) -> Rule:
 
 
 def _idle(given: Given, reading: _Reading) -> None:
-    """Without effect, whatever it says."""
+    """Has no effect, with any value."""
     reading.idle.append(given.name)
 
 
 def _only(problem: str, *allowed: str) -> Rule:
-    """Refuses all values but those that change nothing."""
+    """Refuses all values except those that change nothing."""
 
     def rule(given: Given, reading: _Reading) -> None:
         if not given.is_empty and given.text not in allowed:
@@ -218,7 +218,7 @@ def _mixed_precision(given: Given, reading: _Reading) -> None:
 
 
 def _num_processes(given: Given, reading: _Reading) -> None:
-    if given.number() != -1:  # -1: Slurm says it
+    if given.number() != -1:  # -1: Slurm decides it
         reading.processes = given.number(), given.place
 
 
@@ -249,7 +249,7 @@ def _strategy(given: Given, reading: _Reading) -> None:
 
 
 def _reshard(given: Given, reading: _Reading) -> None:
-    """A truth value, or a strategy: that is where `accelerate config` writes it for version 1."""
+    """A truth value, or a strategy: `accelerate config` writes it here for version 1."""
     if given.text.lower() in BOOL_WORDS:
         reading.put(given, "parallel.reshard_after_forward", given.boolean())
     else:
@@ -273,7 +273,7 @@ def _wrap_classes(given: Given, reading: _Reading) -> None:
 
 
 def _backward_prefetch(given: Given, reading: _Reading) -> None:
-    # FSDP1's null is no prefetch, ours was "not given"
+    # FSDP1's null means no prefetch, ours meant "not given"
     _maps_dropped("parallel.backward_prefetch")(replace(given, value="NONE") if given.is_null else given, reading)
 
 

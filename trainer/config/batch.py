@@ -1,4 +1,4 @@
-"""How large a micro-batch is, and the rules of the keys that say so. Pure."""
+"""The size of a micro-batch, and the rules of the keys that determine it. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trainer.schema import Config
 BATCH_KEYS = ("train.grad_accum_steps", "train.micro_batch_size", "target.gpu_ranks")
 KEY = "train.micro_batch_tokens"
 MULTIPLE = 8
-"""Unpacked rows are padded to a multiple of it: matrix products are slower on other sizes."""
+"""Unpacked rows are padded to a multiple of this: matrix products are slower with other sizes."""
 
 
 @dataclass(frozen=True)
 class BatchRules:
-    """What decides the shape of a micro-batch.
+    """The values that determine the shape of a micro-batch.
 
-    `packing`: every row is seq_len long; otherwise rows end with the longest of their micro-batch. `micro_batch_tokens`
-    bounds rows x length of a micro-batch; without it each has micro_batch_size rows.
+    `packing`: every row is seq_len long; otherwise rows are as long as the longest row of their micro-batch.
+    `micro_batch_tokens` limits rows x length of a micro-batch; without it each has micro_batch_size rows.
     """
 
     seq_len: int
@@ -34,17 +34,17 @@ class BatchRules:
         return cls(data.seq_len, data.packing, train.micro_batch_size, train.micro_batch_tokens)
 
     def padded(self, length: int) -> int:
-        """The length of rows of which the longest holds `length` tokens."""
+        """The padded length of rows if the longest row has `length` tokens."""
         return self.seq_len if self.packing else min(-(-max(length, 1) // MULTIPLE) * MULTIPLE, self.seq_len)
 
     @property
     def tokens(self) -> int:
-        """Positions of a micro-batch at most, padding counted."""
+        """The maximum number of positions in a micro-batch, with padding."""
         return self.micro_batch_tokens or self.micro_batch_size * self.seq_len
 
     @property
     def rows(self) -> int:
-        """Rows of seq_len tokens in it, one at least."""
+        """The number of rows of seq_len tokens in it, at least one."""
         return max(1, self.tokens // self.seq_len)
 
 
@@ -70,7 +70,7 @@ def _processes(n: int) -> str:
 
 
 def micro_batch_tokens_rules(config: Config) -> Iterator[Broken]:
-    """What a token budget needs beside it."""
+    """The rules for a token budget and the keys beside it."""
     train, data = config.train, config.data
     budget = train.micro_batch_tokens
     if budget is None:
@@ -95,6 +95,6 @@ def micro_batch_tokens_rules(config: Config) -> Iterator[Broken]:
 
 
 def micro_batch_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
-    """Keys that do nothing beside a token budget, and why."""
+    """Keys that have no effect beside a token budget, and why."""
     if config.train.micro_batch_tokens is not None:
         yield ["train.micro_batch_size"], f", {KEY} decides how many rows a forward takes"

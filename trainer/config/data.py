@@ -1,4 +1,4 @@
-"""Rules of the keys that say what is read, how much of each source, and whether as a stream. Pure."""
+"""Rules of the keys that determine which data is read, how much from each source, and whether as a stream. Pure."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ ROW_SUFFIXES = tuple(
     kind + packed for kind in (".jsonl", ".ndjson", ".json", ".csv", ".tsv") for packed in ("", *COMPRESSIONS)
 )
 MAX_REPEAT = 10_000
-"""An epoch's order is laid out as a whole: a row that comes more often belongs into more epochs."""
+"""The order of a whole epoch is planned at once: to repeat a row more often, use more epochs."""
 
 
 def is_pattern(path: str) -> bool:
-    """Whether it may stand for several files."""
+    """Whether the path may match several files."""
     return any(char in path for char in "*?[")
 
 
 def matching(pattern: str, root: Path | None = None) -> list[str]:
-    """The paths that a pattern such as `data/*.jsonl` stands for, in order; itself where it is none or none matches."""
+    """The paths that match a pattern such as `data/*.jsonl`, in order; the text itself if it is no pattern or nothing
+    matches."""
     if not is_pattern(pattern) or (root or Path()).joinpath(pattern).exists():
         return [pattern]
     from glob import glob
@@ -35,7 +36,7 @@ def matching(pattern: str, root: Path | None = None) -> list[str]:
 
 
 def data_rules(config: Config) -> Iterator[Broken]:
-    """What holds of data.train and data.eval, and of a stream."""
+    """Rules of data.train, data.eval and streams."""
     if not config.data.train:
         yield Broken("data.train", "data.train is empty", "name a JSONL or Parquet file or a dataset")
     yield from _sources("data.train", config.data.train)
@@ -83,7 +84,7 @@ def _streaming(config: Config) -> Iterator[Broken]:
 
 
 def data_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
-    """Keys that do nothing beside the others, whatever they say, and why."""
+    """Keys that have no effect beside the others with any value, and why."""
     data, sft = config.data, config.recipe == "sft"
     if not data.streaming:
         yield ["data.stream_window"], ", data.streaming is false"
@@ -103,7 +104,7 @@ def is_token_file(path: str) -> bool:
 
 
 def corpus_rules(config: Config) -> Iterator[Broken]:
-    """Plain text is for pretraining alone: it has no turns."""
+    """Plain text is only for pretraining: it has no turns."""
     if config.recipe == "pretrain":
         return
     for key, entries in (("data.train", config.data.train), ("data.eval", config.data.eval)):
@@ -114,7 +115,7 @@ def corpus_rules(config: Config) -> Iterator[Broken]:
 
 
 def corpus_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
-    """Keys that do nothing in pretraining, and why."""
+    """Keys that have no effect in pretraining, and why."""
     if config.recipe != "pretrain":
         return
     conversations = ["data.schema", "data.system_prompt", "data.loss_on"]

@@ -1,7 +1,7 @@
-"""docs/config.md from the schema itself: `python -m trainer.config.docs --write`; without --write to standard output.
+"""Makes docs/config.md from the schema: `python -m trainer.config.docs --write`; without --write it prints the page.
 
-What a key means is the docstring below it in `trainer/schema/`; its type and its default are the dataclass's own;
-its limit and its names elsewhere are those that `key` says beside the field, as the rules and the errors read them.
+A key's meaning is the docstring below it in `trainer/schema/`; its type and default are the dataclass's. Its limit and
+its names in other tools come from `key` beside the field, where the rules and the errors read them too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def render_page() -> str:
 
 
 def field_docs() -> dict[tuple[str, str], str]:
-    """(class, field) -> the docstring that follows the field; of fields that share one, each has it."""
+    """(class, field) -> the docstring that follows the field; fields that share a docstring all have it."""
     found: dict[tuple[str, str], str] = {}
     sections = {kind.__module__ for kind in vars(schema).values() if dataclasses.is_dataclass(kind)}
     for section in sorted(sections):
@@ -99,7 +99,7 @@ def _docs_of(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _entries(cls: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """The sections that may stand as entries of a list, each by the first key that takes it."""
+    """The sections that may be entries of a list, each with the first key that accepts it."""
     seen = set()
     for name, kind in field_kinds(cls).items():
         for entry in _sections_within(kind):
@@ -117,20 +117,20 @@ def _sections_within(kind: Any) -> Iterator[Any]:
 
 
 class KeyDoc(NamedTuple):
-    """What the page says of a key, in plain text."""
+    """A key's facts on the page, in plain text."""
 
     key: str
     kind: str
     """Its type and limit, in words."""
     default: str
-    """As YAML writes it; "" for a key that has none."""
+    """In YAML; "" for a key that has none."""
     meaning: str
     elsewhere: tuple[str, ...]
-    """What it is called in other tools."""
+    """Its names in other tools."""
 
 
 def key_docs() -> list[KeyDoc]:
-    """Of every key of a config, in the order of the page."""
+    """The KeyDoc of every key of a config, in the order of the page."""
     docs, found = field_docs(), []
     for name, kind in field_kinds(Config).items():
         prefix, cls = (f"{name}.", kind) if is_section(kind) else ("", Config)
@@ -173,7 +173,7 @@ def _default(field: Any) -> str:
 
 
 def _yaml(value: object) -> str:
-    """A default as YAML writes it."""
+    """A default in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):

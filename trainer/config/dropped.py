@@ -1,7 +1,7 @@
-"""Keys that the schema has no longer, and what becomes of a config that still gives them.
+"""Keys that were removed from the schema, and the answer to a config that still sets them.
 
-Each config.yaml of an earlier version holds every key of its schema. So the former default is passed over in silence;
-another value is answered. The table is `DROPPED` in `trainer.config.keys`: dropping a key adds a line there.
+Each config.yaml of an earlier version holds every key of its schema. So the former default is accepted silently, and
+any other value gets an answer. The table is `DROPPED` in `trainer.config.keys`: to drop a key, add a line there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class Needs:
-    """Another key must be `value` for that: else an error, `KEY is VALUE, {what}, but {key} is …`."""
+    """For this, another key must have `value`. Otherwise an error, `KEY is VALUE, {what}, but {key} is …`."""
 
     key: str
     value: object
@@ -31,7 +31,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Becomes:
-    """A value of another key says the same: it is taken over, and one line says so."""
+    """A value of another key has the same meaning: that key gets it, and one line reports it."""
 
     key: str
     value: object
@@ -54,13 +54,13 @@ Answer = NoEffect | Becomes | Refused
 
 @dataclass(frozen=True)
 class Dropped:
-    """A key that was: its type, its default, and an answer to each of its other values."""
+    """A former key: its type, its default, and an answer to each of its other values."""
 
     kind: Any
     default: object
     answers: Mapping[object, Answer] = field(default_factory=dict)
     otherwise: Answer = Refused("nothing does that any more", "drop it")
-    """For values that `answers` does not name."""
+    """For values that are not in `answers`."""
 
     def answer(self, value: object) -> Answer | None:
         """The answer to a value of the right type; None for the former default."""
@@ -69,7 +69,7 @@ class Dropped:
         return next((answer for known, answer in self.answers.items() if known == value), self.otherwise)
 
     def render(self) -> str:
-        """What each value comes to, in words; values of one answer stand together."""
+        """The effect of each value, in words; values with the same answer are listed together."""
         parts = [] if self.default is None else [f"{text_of(self.default)}: always so"]
         for answer in dict.fromkeys(self.answers.values()):
             values = ", ".join(text_of(value) for value, own in self.answers.items() if own == answer)
@@ -78,7 +78,7 @@ class Dropped:
 
 
 def take_out(tree: Mapping[str, object], keys: Collection[str]) -> tuple[dict[str, object], dict[str, object]]:
-    """The nested values of a config without these dotted keys, and the values of those that it gives."""
+    """The nested values of a config without these dotted keys, and the values that it sets for those keys."""
     kept: dict[str, object] = dict(tree)
     taken: dict[str, object] = {}
     for key in keys:

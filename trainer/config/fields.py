@@ -1,8 +1,8 @@
-"""How a value becomes a field of the schema: strict types, and errors that name key, value, expectation and place.
+"""Converts a value to a field of the schema: strict types, and errors that name key, value, expectation and place.
 
-Python values (a `.py` config, a decoded dump) must have the field's type already.
-Unquoted words (YAML, the command line) are `Word`: the field's type decides what they say, so `1e-4` is a number for
-`optim.learning_rate` and text for `run.name`, whatever YAML 1.1 would have made of it.
+Python values (a `.py` config, a decoded dump) must already have the field's type. Unquoted words (YAML, the command
+line) are `Word`: the field's type decides their meaning. So `1e-4` is a number for `optim.learning_rate` and text for
+`run.name`, whatever YAML 1.1 would have made of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Word:
 
 
 class Misfit(ValueError):
-    """A value does not have the wanted type."""
+    """A value that does not have the wanted type."""
 
 
 class Wrong(dict[str, ConfigError]):
@@ -43,14 +43,14 @@ class Wrong(dict[str, ConfigError]):
 
 
 def build_config(tree: Mapping[str, object], places: Places, wrong: Wrong) -> Config:
-    """A Config from nested values; keys left out keep their defaults, and so do those that come to stand in `wrong`."""
+    """A Config from nested values. Missing keys keep their defaults, and so do keys that end up in `wrong`."""
     return _build(Config, tree, "", places=places, wrong=wrong)
 
 
 def _build(
     cls: Callable[..., T], tree: Mapping[str, object], prefix: str, *, places: Places, wrong: Wrong | None = None
 ) -> T:
-    """Without `wrong`: raises ConfigError with all that is."""
+    """Without `wrong`: raises ConfigError with all errors."""
     kinds, found, mistakes = field_kinds(cls), {}, Wrong()
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -71,9 +71,9 @@ def _build(
 
 
 def fit(value: object, kind: Any, key: str, *, places: Places, wrong: Wrong | None = None) -> Any:
-    """The value as the field's type has it (int -> float, tuple -> list), or a ConfigError that names the key.
+    """The value in the field's type (int -> float, tuple -> list). Raises ConfigError, which names the key.
 
-    `wrong`: what is wrong in a section goes there, and its other keys are as they are given.
+    `wrong`: collects the errors of a section; its other keys keep their given values.
     """
     entry = _entry_section(kind)
     if entry is not None and (isinstance(value, Mapping) or type(value) is entry):
@@ -108,7 +108,7 @@ def _fit_each(values: Mapping[str, object], kind: Any, places: Places) -> dict[s
 
 
 def _entry_section(kind: Any) -> Any | None:
-    """The section that an entry of a list may be instead of a text, as in `str | SourceConfig`; None without one."""
+    """The section that may replace a text as an entry of a list, as in `str | SourceConfig`; None without one."""
     return next((member for member in get_args(kind) if is_section(member)), None) if _is_union(kind) else None
 
 
@@ -121,7 +121,7 @@ def _takes_text(kind: Any) -> bool:
 
 
 def _is_one_word(value: Word | str) -> bool:
-    """Whether a text in place of a list can only mean its one element; `args: --lr 3` would be two."""
+    """Whether a text in place of a list can only mean its single element; `args: --lr 3` would be two."""
     text = value.text if isinstance(value, Word) else value
     return text not in NULL_WORDS and not re.search(r"[\s,]", text)
 
@@ -130,7 +130,7 @@ def _section_tree(value: object, kind: Any, key: str, places: Places) -> Mapping
     if isinstance(value, kind):
         return {name: getattr(value, name) for name in field_kinds(kind)}
     if isinstance(value, Word) and value.text in NULL_WORDS:
-        return {}  # a section whose lines are all commented out
+        return {}  # a section in which all lines are commented out
     if isinstance(value, Mapping):
         return {str(name): inner for name, inner in value.items()}
     message = f"{key} is {show(value)}, expected a {kind.__name__} (a section with keys)"
@@ -138,7 +138,8 @@ def _section_tree(value: object, kind: Any, key: str, places: Places) -> Mapping
 
 
 def fit_scalar(value: object, kind: Any) -> Any:
-    """The value as this scalar type, or Misfit. Of a union the most specific type that fits wins, text last."""
+    """The value as this scalar type; raises Misfit otherwise. In a union the most specific type that fits wins, text
+    last."""
     if get_origin(kind) is Literal:
         return _as_choice(value, get_args(kind))
     if kind in _SCALARS:
@@ -161,7 +162,7 @@ def _fit_union(value: object, members: set[Any]) -> Any:
 
 
 def _as_choice(value: object, choices: Sequence[str]) -> str:
-    """The choice that a text is; FSDP's constants (FULL_SHARD) in any case of letters, without leading underscore."""
+    """The choice that matches a text. FSDP's constants (FULL_SHARD) match in any case, without leading underscore."""
     text = value.text if isinstance(value, Word) else value
     if isinstance(text, str):
         if text in choices:
@@ -217,7 +218,7 @@ def _as_text(value: object) -> str:
     return text
 
 
-# In the order in which a union tries them: text takes every word, so it comes last.
+# In the order in which a union tries them: text accepts every word, so it comes last.
 _SCALARS: dict[Any, Callable[[object], Any]] = {
     type(None): _as_none,
     bool: _as_bool,
@@ -233,7 +234,7 @@ _SCALAR_WORDS = {type(None): "null", bool: "true or false", int: "a whole number
 
 
 def describe(kind: Any) -> str:
-    """What a field takes, in words."""
+    """The values that a field accepts, in words."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
     if get_origin(kind) is list:
@@ -276,7 +277,7 @@ def _misfit_hint(value: object, kind: Any) -> str:
     text = value.text if isinstance(value, Word) else value
     choices = [c for m in (kind, *get_args(kind)) if get_origin(m) is Literal for c in get_args(m)]
     if choices and isinstance(text, str):
-        if text.lower() == "gpu" and "cuda" in choices:  # the nearest spelling would be cpu
+        if text.lower() == "gpu" and "cuda" in choices:  # the most similar spelling would be cpu
             return "did you mean cuda?"
         from difflib import get_close_matches
 

@@ -1,4 +1,4 @@
-"""Read a config file: `.py` by running it, YAML by its nodes, with the places of all values; write YAML, or edit it."""
+"""Reads a config file: `.py` by running it, YAML by its nodes, with the places of all values. Writes and edits YAML."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 YAML_SUFFIXES = (".yaml", ".yml")
 MODULE_NAME = "torchferry_config"
-MAX_DEPTH = 8  # a config is three levels deep; an alias that holds itself has no end
+MAX_DEPTH = 8  # a config has three levels; an alias that contains itself has no end
 MAX_VALUES = 100_000
 OPEN_HINT = "check this line and the one above: an open bracket or quote, a missing space after a colon, the indent"
 MAX_BYTES = 4 << 20
 MAX_PYTHON_BYTES = 256 << 10
-LARGE = 8 << 10  # bytes of YAML; Python reads them at once whatever they are, and for more libyaml is faster
+LARGE = 8 << 10  # bytes of YAML; up to this the Python loader is quick enough, above it libyaml is faster
 MAPPING = "tag:yaml.org,2002:map"
 TOO_DEEP = "not a config: nested too deeply"
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -42,10 +42,10 @@ RAISED_HINTS = {
 
 
 def read_source(path: Path, suffixes: Sequence[str] = (".py", *YAML_SUFFIXES)) -> bytes:
-    """The bytes of a config file; a ConfigError when there is none to read."""
+    """The bytes of a config file. Raises ConfigError if it cannot be read."""
     if not path.exists():
         raise ConfigError(f"config {path} does not exist", hint=_nearest_file(path))
-    if not path.is_file():  # a pipe would keep us waiting
+    if not path.is_file():  # reading a pipe would block
         what = "a folder" if path.is_dir() else "no regular file"
         raise ConfigError(f"config {path} is {what}", hint=f"name a .py or .yaml file, such as {path / 'NAME.py'}")
     if path.suffix not in suffixes:
@@ -78,10 +78,10 @@ def _nearest_file(path: Path) -> str:
 
 
 def read_python(path: Path) -> tuple[Config, Places]:
-    """Run a `.py` config and return its `config`, not yet checked, with the line of every keyword it gives.
+    """Run a `.py` config and return its `config`, not yet checked, with the line of every keyword in it.
 
-    A file that cannot define `config` is not run: it may be somebody's program, given by mistake.
-    Its folder is importable meanwhile, and what it prints goes to stderr: stdout is for data.
+    A file that cannot define `config` is not run: it may be a user's program, given by mistake. While it runs, its
+    folder is importable, and its output goes to stderr, because stdout is for data.
     """
     source = read_source(path)
     try:
@@ -124,7 +124,7 @@ def _no_config(path: Path, tree: ast.Module) -> ConfigError:
 
 
 def bound_names(tree: ast.Module) -> set[str]:
-    """The names that running the module may define at its top level; "*" for those of a star import."""
+    """The names that running the module may define at its top level; "*" for a star import."""
     names = set()
     nodes: list[ast.AST] = [tree]
     while nodes:
@@ -142,7 +142,7 @@ def bound_names(tree: ast.Module) -> set[str]:
 
 @contextlib.contextmanager
 def _importable(folder: Path, module: ModuleType) -> Iterator[None]:
-    """The folder comes first in sys.path; afterwards all is as before and the folder's modules are forgotten."""
+    """Puts the folder first in sys.path; afterwards restores it and removes the folder's modules from sys.modules."""
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     sys.modules[MODULE_NAME] = module
@@ -158,7 +158,7 @@ def _importable(folder: Path, module: ModuleType) -> Iterator[None]:
 
 
 def keyword_lines(tree: ast.Module) -> dict[str, int]:
-    """Line of every keyword of a call of a schema class, by dotted key; without those that are given twice."""
+    """The line of every keyword in a call of a schema class, by dotted key; keys that are given twice are left out."""
     prefixes = section_of_class()
     found: list[tuple[str, int]] = []
     for node in ast.walk(tree):
@@ -170,7 +170,7 @@ def keyword_lines(tree: ast.Module) -> dict[str, int]:
 
 
 def _called_name(node: ast.AST) -> str:
-    """The last name of what a call calls; empty for any other node."""
+    """The last name in the callee of a call; empty for any other node."""
     called = node.func if isinstance(node, ast.Call) else None
     return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
 
@@ -183,7 +183,7 @@ def _syntax_error(error: SyntaxError | ValueError, path: Path) -> ConfigError:
 
 
 def _raised(error: BaseException, path: Path, places: Places, tree: ast.Module) -> ConfigError:
-    """The error for an exception that the config's own code raised."""
+    """The error for an exception that the config's code raised."""
     if isinstance(error, SyntaxError):  # in a module that the config imports
         return _syntax_error(error, path)
     line = _line_in(error.__traceback__, str(path))
@@ -210,17 +210,17 @@ def _line_in(trace: TracebackType | None, filename: str) -> int | None:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, object], Places]:
-    """The nested values of a YAML config, unquoted scalars as `Word`, with the line of every key and list element."""
+    """The nested values of a YAML config, unquoted scalars as `Word`, and the line of every key and list element."""
     return parse_yaml(read_source(path), str(path))
 
 
 def read_json(path: Path) -> tuple[dict[str, object], Places]:
-    """The same of a JSON file of another tool: YAML takes JSON, but for tabs between values."""
+    """The same for a JSON file of another tool: YAML accepts JSON, except tabs between values."""
     return parse_yaml(read_source(path, (".json",)).replace(b"\t", b" "), str(path))
 
 
 def parse_yaml(source: bytes, file: str) -> tuple[dict[str, object], Places]:
-    """The same of a YAML config's bytes; `file` names them in errors."""
+    """The same for a YAML config's bytes; `file` names them in errors."""
     node = _compose(source, file)
     if node is None:
         raise ConfigError(f"config {file} is empty", where=file)
@@ -232,13 +232,13 @@ def parse_yaml(source: bytes, file: str) -> tuple[dict[str, object], Places]:
 
 
 def _read_piece(text: str, key: str) -> object:
-    """The value that a piece of YAML on the command line says, unquoted scalars as `Word`."""
+    """The value of a piece of YAML on the command line, unquoted scalars as `Word`."""
     node = _compose(text, COMMAND_LINE)
     return Word("") if node is None else node_value(node, key, "", {})
 
 
 def read_override(text: str, kind: Any, key: str) -> object:
-    """What the text says before the type has its word: a Word, a quoted text, a list (also `0,1`), or a mapping."""
+    """The value in the text, before the type is applied: a Word, a quoted text, a list (also `0,1`), or a mapping."""
     if get_origin(kind) is list:
         if text.startswith(("[", '"', "'")):
             value = _read_piece(text, key)
@@ -263,10 +263,10 @@ def _compose(source: bytes | str, place: str) -> yaml.Node | None:
     try:
         try:
             _check_shape(yaml.parse(source, Loader=fast), place)
-        except yaml.YAMLError:  # libyaml has another bound in some versions, and other words
+        except yaml.YAMLError:  # some versions of libyaml have another limit and other messages
             _check_shape(yaml.parse(source, Loader=loader), place)
         node: yaml.Node | None = yaml.compose(source, Loader=loader)
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the latter two: "\UFFFFFFFF" is no character
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the latter two: "\UFFFFFFFF" is not a character
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark and isinstance(source, bytes) else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
@@ -276,7 +276,8 @@ def _compose(source: bytes | str, place: str) -> yaml.Node | None:
 
 
 def _check_shape(events: Iterator[yaml.Event], place: str) -> None:
-    """ConfigError for more than a config holds, before anything is made of it: any library sets Python's own bound."""
+    """Raises ConfigError for more than a config holds, before nodes are made: libraries may change Python's own
+    limit."""
     depth = values = 0
     for event in events:
         kind = type(event).__name__
@@ -289,7 +290,7 @@ def _check_shape(events: Iterator[yaml.Event], place: str) -> None:
 
 
 def node_value(node: yaml.Node, key: str, file: str, lines: dict[str, str]) -> object:
-    """The value of a YAML node; puts the place of every key below it into `lines`. Refuses tags and repeated keys."""
+    """The value of a YAML node. Adds the place of every key below it to `lines`. Refuses tags and repeated keys."""
     import yaml
 
     place = f"{file}:{node.start_mark.line + 1}"
@@ -297,7 +298,7 @@ def node_value(node: yaml.Node, key: str, file: str, lines: dict[str, str]) -> o
         raise ConfigError(f"{key or 'the config'} has the YAML tag {node.tag}, which is not allowed", where=place)
     if key.count(".") + key.count("[") > MAX_DEPTH:
         raise ConfigError(f"{key} is nested too deeply", where=place)
-    if len(lines) > MAX_VALUES:  # aliases of aliases make billions out of ten lines
+    if len(lines) > MAX_VALUES:  # aliases of aliases turn ten lines into billions of values
         raise ConfigError(f"{file} has more than {MAX_VALUES:,} values", where=place)
     if isinstance(node, yaml.ScalarNode):
         return Word(node.value) if node.style is None else str(node.value)
@@ -329,7 +330,7 @@ _LAYOUT: dict[str, Any] = {"allow_unicode": True, "width": 120}
 
 
 def dump_yaml(values: Mapping[str, object]) -> str:
-    """Nested plain values as YAML in their order: a section's keys one a line, lists on one line. Loads back equal."""
+    """Nested plain values as YAML in their order: one line for each key, lists on one line. Loads back equal."""
     import yaml
 
     text: str = yaml.dump(dict(values), Dumper=_dumper(), sort_keys=False, **_LAYOUT)
@@ -337,10 +338,10 @@ def dump_yaml(values: Mapping[str, object]) -> str:
 
 
 def edit_yaml(text: str, changes: Mapping[str, object]) -> str:
-    """A YAML config with other plain values of some dotted keys, and everything else as it is written.
+    """A YAML config in which some dotted keys have other plain values, with everything else as written.
 
-    A key keeps its place; one that is new comes last in its section. A text as `dump_yaml` writes it comes back byte
-    for byte but for these keys; of another one comments and blank lines go, and every scalar stays the word that it is.
+    A key keeps its place; a new one comes last in its section. A text written by `dump_yaml` changes only in these
+    keys. Another text loses comments and blank lines, and keeps the spelling of every scalar.
     """
     import yaml
 
@@ -366,7 +367,7 @@ def _dumper() -> type[yaml.SafeDumper]:
         return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
 
     def text_node(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-        # Quoted singly, PyYAML writes U+0085 as a line break, which reads back as a blank.
+        # In single quotes, PyYAML writes U+0085 as a line break, which is read back as a blank.
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
 
     Dumper.add_representer(list, flow_list)
@@ -375,7 +376,7 @@ def _dumper() -> type[yaml.SafeDumper]:
 
 
 def _section(root: yaml.MappingNode, name: str) -> yaml.MappingNode:
-    """The section of this name, made where there is none, and this text's alone where it stands for several."""
+    """The section with this name, made if it is missing, and copied if several names refer to the same one."""
     import yaml
 
     found = next((value for key, value in root.value if key.value == name), None)
@@ -387,7 +388,7 @@ def _section(root: yaml.MappingNode, name: str) -> yaml.MappingNode:
 
 
 def _replace(mapping: yaml.MappingNode, name: str, value: yaml.Node) -> None:
-    """Give the key another value, in its place; a key that is new comes last."""
+    """Set the key to another value, in its place; a new key comes last."""
     import yaml
 
     if not mapping.value:

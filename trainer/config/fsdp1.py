@@ -1,4 +1,4 @@
-"""FSDP1's options, and what FSDP2 makes of them: for configs, for files of accelerate, and for docs/config.md."""
+"""FSDP1's options and their meaning in FSDP2: for configs, for files of accelerate, and for docs/config.md."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Strategy:
 
     meaning: str
     replicated: bool = False
-    """DDP."""
+    """As in DDP."""
     hybrid: bool = False
-    """Within each of `dp_replicate` replicas."""
+    """Sharded within each of `dp_replicate` replicas."""
     keeps: bool = False
-    """Gathered parameters stay until the backward."""
+    """Gathered parameters are kept until the backward."""
 
 
 STRATEGIES = {
@@ -34,18 +34,18 @@ STRATEGIES = {
     "HYBRID_SHARD": Strategy("FULL_SHARD within each of `parallel.dp_replicate` replicas", hybrid=True),
     "_HYBRID_SHARD_ZERO2": Strategy("SHARD_GRAD_OP within each of them", hybrid=True, keeps=True),
 }
-"""In FSDP1's order: files of accelerate before 0.22 give a strategy's number."""
+"""In FSDP1's order: files of accelerate before 0.22 give a strategy by its number."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """An option or a value. `answer`: what the key means that it is; or, where it is no key, what each of its values
-    comes to."""
+    """An option or a value. `answer`: the meaning of a key; or, for a word that is not a key, the effect of each
+    value."""
 
     word: str
     answer: str | Dropped
     elsewhere: tuple[str, ...] = ()
-    """Other names of a word that is no key; a key has its own beside it."""
+    """Other names of a word that is not a key; a key's other names are in the schema."""
 
 
 WORDS = (
@@ -131,7 +131,7 @@ DROPPED_WORDS = {f"parallel.{word.word}": word.answer for word in WORDS if isins
 ACCELERATE_NAMES = {
     name: f"parallel.{word.word}" for word in WORDS for name in word.elsewhere if name.startswith("fsdp_")
 }
-"""accelerate's name -> the key of ours that was."""
+"""accelerate's name -> our former key."""
 
 
 def render_words() -> list[str]:

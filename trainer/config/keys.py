@@ -1,4 +1,4 @@
-"""The keys of the schema by dotted name, and those it had; where a config gives them; the error for a wrong one."""
+"""The schema's keys by dotted name, former keys too; the places where a config sets them; the error for a wrong key."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ DROPPED: dict[str, Dropped] = {
     "train.nonfinite": Dropped(Literal["skip", "abort"], "skip", {"abort": Becomes("train.max_nonfinite_steps", 1)}),
     **DROPPED_WORDS,
 }
-"""Keys that the schema has no longer."""
+"""Keys that were removed from the schema."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where each key was given: `file:line` by dotted key, and the file for keys whose line is not known."""
+    """Where each key was set: `file:line` by dotted key, and the file for keys without a known line."""
 
     source: str = ""
     by_key: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, key: str) -> str:
-        """The place of a key, of an element such as `data.train[1]`, or of what it belongs to."""
+        """The place of a key, of an element such as `data.train[1]`, or of the section or list that contains it."""
         while key:
             if key in self.by_key:
                 return self.by_key[key]
@@ -43,14 +43,14 @@ def is_section(kind: Any) -> bool:
 
 @cache
 def field_kinds(cls: Any) -> dict[str, Any]:
-    """Type of every field of a schema class, in order."""
+    """The type of every field of a schema class, in order."""
     hints = get_type_hints(cls)
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
 @cache
 def known_keys() -> dict[str, Any]:
-    """Type of every key by its dotted name; sections themselves are not keys."""
+    """The type of every key by its dotted name; sections themselves are not keys."""
     keys: dict[str, Any] = {}
     for name, kind in field_kinds(Config).items():
         if is_section(kind):
@@ -62,7 +62,7 @@ def known_keys() -> dict[str, Any]:
 
 @cache
 def known_facts() -> dict[str, Facts]:
-    """What the schema says beside the field of each key, by its dotted name."""
+    """The facts that the schema states beside each key's field, by dotted name."""
     prefixed = [(f"{name}.", kind) for name, kind in field_kinds(Config).items() if is_section(kind)]
     return {
         f"{prefix}{leaf.name}": facts_of(leaf) for prefix, kind in [("", Config), *prefixed] for leaf in fields(kind)
@@ -77,20 +77,20 @@ def limits() -> dict[str, Limit]:
 
 @cache
 def aliases() -> dict[str, str]:
-    """The key that somebody means who writes another tool's name of it."""
+    """Our key for each name that another tool uses for it."""
     return {alias: key for key, facts in known_facts().items() for alias in facts.aliases}
 
 
 @cache
 def section_of_class() -> dict[str, str]:
-    """Prefix of the dotted names by the name of the class: `{"Config": "", "TargetConfig": "target.", …}`."""
+    """The prefix of dotted names by class name: `{"Config": "", "TargetConfig": "target.", …}`."""
     sections = {kind.__name__: f"{name}." for name, kind in field_kinds(Config).items() if is_section(kind)}
     return {"Config": "", **sections}
 
 
 def nearest_keys(key: str, *, sections: bool = False) -> list[str]:
-    """Up to three known keys that the writer may have meant, best first; with `sections` also names of sections."""
-    from difflib import SequenceMatcher  # not needed by a config without mistakes
+    """Up to three known keys with similar names, best first; with `sections` also names of sections."""
+    from difflib import SequenceMatcher  # unnecessary for a config without mistakes
 
     section, _, leaf = key.rpartition(".")
     if leaf in aliases():
@@ -107,7 +107,7 @@ def nearest_keys(key: str, *, sections: bool = False) -> list[str]:
 
 
 def unknown_key(key: str, places: Places, *, siblings: Sequence[str] = ()) -> ConfigError:
-    """The error for a key that the schema lacks, with the nearest names; `siblings`: the keys of an entry of a list."""
+    """The error for an unknown key, with the most similar names; `siblings`: the keys of an entry of a list."""
     where = places.of(key)
     if siblings:
         return ConfigError(f"{key} is not a key", where=where, hint=f"keys here: {', '.join(siblings)}")
@@ -154,7 +154,7 @@ def get_key(config: Config, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Broken:
-    """A rule that does not hold: the key to look at first, what is wrong, what to do, the other keys in it."""
+    """A broken rule: the key to look at first, the problem, the solution, and the other keys involved."""
 
     key: str
     message: str
@@ -162,6 +162,6 @@ class Broken:
     others: tuple[str, ...] = ()
 
     def place(self, places: Places) -> str:
-        """Where the first of the keys stands, or the command line if it gave one of them: it came last."""
+        """The place of the first key; the command line if any of the keys was set there, since it comes last."""
         found = [places.of(key) for key in (self.key, *self.others)]
         return COMMAND_LINE if COMMAND_LINE in found else found[0]

@@ -1,7 +1,7 @@
-"""Load a config (`.py` or YAML, then `a.b=c` overrides) into the schema, check it, and write it out again.
+"""Loads a config (`.py` or YAML, then `a.b=c` overrides) into the schema, checks it, and writes it out again.
 
-Every Config that this module returns has the right types and keeps the rules; everything else is a ConfigError that
-names the key, the value, the place and the way out. Imports neither torch nor (before a YAML text is met) yaml.
+Every Config that this module returns has the right types and keeps the rules. Everything else is a ConfigError that
+names the key, the value, the place and a solution. Imports no torch, and yaml only when there is a YAML text.
 """
 
 from __future__ import annotations
@@ -66,13 +66,12 @@ def load_config(
     changes: Mapping[str, Any] = NO_CHANGES,
     tell: Callable[[str], None] = lambda note: None,
 ) -> Config:
-    """The checked Config of a `.py` or YAML file with `a.b=c` overrides applied in order; the last one of a key wins.
+    """The checked Config of a `.py` or YAML file, with `a.b=c` overrides applied in order; the last one for a key wins.
 
-    `fsdp_config`: a file as `accelerate config` writes it; what it says goes before the config and after the overrides.
-    `changes`: what further options of the command line say, for `with_changes`; they come last.
-    `tell` hears, in a line each, what of all that has no effect, or is taken for another key.
-    Whoever gives only one of train.steps and train.epochs, in YAML or on the command line, thereby drops the other.
-    Raises ConfigError.
+    `fsdp_config`: a file as `accelerate config` writes it, applied after the config and before the overrides.
+    `changes`: values of further command-line options, for `with_changes`; applied last. `tell`: called with one line
+    for each value that has no effect or is converted to another key. A source (YAML or the command line) that gives
+    only one of train.steps and train.epochs drops the other. Raises ConfigError.
     """
     config, _ = load_given(path, overrides, fsdp_config=fsdp_config, changes=changes, tell=tell)
     return config
@@ -87,10 +86,11 @@ def load_given(
     tell: Callable[[str], None] = lambda note: None,
     text: str | None = None,
 ) -> tuple[Config, frozenset[str]]:
-    """What `load_config` gives, and the dotted keys that somebody gave: those that are known to stand somewhere, and
-    those that are not at their default (a `.py` file may set keys in ways that do not show in its text).
+    """The result of `load_config`, and the dotted keys that were given: those with a known place, and those that are
+    not at their default (a `.py` file may set keys in ways that its text does not show).
 
-    `text`: of a YAML config that stands in no file; `path` is then what errors call it."""
+    `text`: the text of a YAML config that is not in a file; `path` is then its name in errors.
+    """
     if text is not None:
         draft = Draft.of_tree(*parse_yaml(text.encode(), str(path)))
     elif (path := Path(path)).suffix in YAML_SUFFIXES:
@@ -121,9 +121,9 @@ def config_from_dict(
     overrides: Sequence[str] = (),
     changes: Mapping[str, Any] = NO_CHANGES,
 ) -> Config:
-    """The checked Config of nested plain values, as `config_to_dict` gives them; `where` names them in errors.
+    """The checked Config of nested plain values, as from `config_to_dict`; `where` names them in errors.
 
-    `overrides` (`a.b=c`) and `changes`, for `with_changes`: what the command line says besides.
+    `overrides` (`a.b=c`) and `changes`, for `with_changes`: from the command line.
     """
     draft = Draft.of_tree(values, Places(where))
     draft.override(overrides)
@@ -137,8 +137,8 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 
 def config_to_yaml(config: Config, keys: Collection[str] | None = None) -> str:
-    """All fields, or these dotted keys, as YAML in the schema's order: a section's keys one a line, lists on one line.
-    Loads back equal."""
+    """All fields, or these dotted keys, as YAML in the schema's order: one line for each key, lists on one line. Loads
+    back as an equal config."""
     return dump_yaml(_part_of(config, known_keys() if keys is None else keys))
 
 
@@ -174,14 +174,14 @@ def _is_local(entry: str, root: Path) -> bool:
 
 @dataclass
 class Draft:
-    """What has been given so far, not yet checked."""
+    """The values given so far, not yet checked."""
 
     config: Config
     places: Places
     wrong: Wrong = field(default_factory=Wrong)
-    """What is not of its key's type, or gives no key: told at the end, all at once."""
+    """Values of the wrong type and unknown keys: reported together at the end."""
     dropped: dict[str, object] = field(default_factory=dict)
-    """Values of keys that the schema has no longer: what they come to is decided once all have been given."""
+    """Values of former keys of the schema: their effect is decided after all values are known."""
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, object], places: Places) -> Draft:
@@ -197,19 +197,19 @@ class Draft:
 
     @contextmanager
     def noting(self, key: str) -> Iterator[None]:
-        """A mistake in what is given for a key is told at the end."""
+        """Keeps an error in the value of a key, to be reported at the end."""
         try:
             yield
         except ConfigError as error:
             self.wrong[key] = error
 
     def typed(self) -> Config:
-        """The config so far. Raises ConfigError where something in it is wrong."""
+        """The config so far. Raises ConfigError if a value in it is wrong."""
         raise_all(self.wrong.values())
         return self.config
 
     def set_all(self, settings: Sequence[Setting]) -> None:
-        """Take what another file says, each value in its key's type."""
+        """Apply the settings of another file, each value in its key's type."""
         own = {setting.key: setting.place for setting in settings}
         for setting in settings:
             with self.noting(setting.key):
@@ -217,19 +217,19 @@ class Draft:
         self._add_places(own)
 
     def override(self, overrides: Sequence[str]) -> None:
-        """Take `a.b=c` in order."""
+        """Apply `a.b=c` overrides in order."""
         given = set()
         for override in overrides:
-            with self.noting(f"{key_of(override)} "):  # beside what a file has wrong with the key
+            with self.noting(f"{key_of(override)} "):  # kept beside an error of a file for the same key
                 key, value = _parse_override(override)
                 self._put(key, value)
                 given.add(key)
-                self.wrong.pop(key, None)  # the last one given counts
+                self.wrong.pop(key, None)  # the last value counts
         self._one_length(given)
         self._add_places(dict.fromkeys(given, COMMAND_LINE))
 
     def change(self, changes: Mapping[str, Any]) -> None:
-        """Take what further options of the command line say."""
+        """Apply the values of further command-line options."""
         names, self.config = len(self.config.target.secrets), with_changes(self.config, changes)
         added = [f"target.secrets[{i}]" for i in range(names, len(self.config.target.secrets))]
         given = [*added, *(key for key in changes if key != "target.secrets")]
@@ -242,8 +242,8 @@ class Draft:
         tell: Callable[[str], None] = lambda note: None,
         standing: Collection[Broken] = (),
     ) -> Config:
-        """The checked config, and a line for each dropped key that says something, after `notes`. ConfigError; not for
-        what is `standing`, broken already."""
+        """The checked config. Calls `tell` with each note, then with each line from `_answer`. Raises ConfigError, but
+        not for rules in `standing`, which were broken before."""
         answers = []
         for key, value in self.dropped.items():
             with self.noting(key):
@@ -256,7 +256,8 @@ class Draft:
         return self.config
 
     def _answer(self, key: str, value: object) -> str | None:
-        """Do as the answer to a dropped key's value says; the line about it, None where there is nothing to say."""
+        """Apply the answer to a dropped key's value. Returns the line to report, or None if there is nothing to
+        report."""
         said, answer = f"{key} is {text_of(value)}", DROPPED[key].answer(value)
         if isinstance(answer, Refused):
             raise ConfigError(f"{said}: {answer.why}", where=self.places.of(key), hint=answer.hint)
@@ -291,7 +292,7 @@ class Draft:
         self.places = Places(self.places.source, {**self.places.by_key, **places})
 
     def _one_length(self, given: set[str]) -> None:
-        """Of steps and epochs, drop the one that this source leaves out when it gives the other."""
+        """Of steps and epochs, drop the one that this source does not give, if it gives the other."""
         for own, other in ((STEPS, EPOCHS), (EPOCHS, STEPS)):
             if own in given and other not in given and get_key(self.config, own) is not None:
                 self.config = with_key(self.config, other, None)

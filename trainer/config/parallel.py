@@ -1,4 +1,4 @@
-"""What the keys of `parallel` mean together, and what contradicts or cannot be honoured. Pure."""
+"""The combined meaning of the keys of `parallel`, and values that contradict or cannot be honoured. Pure."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Sharding:
 
     word: str
     replicated: bool
-    """NO_SHARD: DDP."""
+    """NO_SHARD, as in DDP."""
     hybrid: bool
     reshard: bool | int
-    """After a group's forward: freed, kept, or kept sharded over so many ranks."""
+    """Parameters after a group's forward: freed, kept, or kept sharded over this many ranks."""
 
 
 def sharding(options: ParallelConfig) -> Sharding:
-    """What `sharding_strategy` and `reshard_after_forward` say together; they are known not to contradict."""
+    """The combined meaning of `sharding_strategy` and `reshard_after_forward`, which must not contradict each other."""
     reshard = options.reshard_after_forward
     word = options.sharding_strategy or ("SHARD_GRAD_OP" if reshard is False else "FULL_SHARD")
     how = STRATEGIES[word]
@@ -50,7 +50,7 @@ def sharding(options: ParallelConfig) -> Sharding:
 
 
 def backend_of(config: Config, world_size: int) -> str:
-    """The backend for so many ranks; `pytorch` also where it is asked of several, which has a separate error."""
+    """The backend for this many ranks; also `pytorch` if it is requested for several, which is a separate error."""
     name = config.target.train_backend
     if name == "auto":
         name = "pytorch" if world_size == 1 else "fsdp"
@@ -58,18 +58,18 @@ def backend_of(config: Config, world_size: int) -> str:
 
 
 def recompute_mode(options: ParallelConfig) -> Literal["none", "budget", "selective", "full"]:
-    """What `activation_checkpointing` means where nothing has been chosen for it."""
+    """The effective `activation_checkpointing`; `none` if the key is not set."""
     return options.activation_checkpointing or "none"
 
 
 def is_compiled(config: Config) -> bool:
-    """Whether blocks are compiled on the machine that the config is for; a GPU without Triton tells so itself."""
+    """Whether blocks are compiled on the machine that the config is for; on a GPU without Triton the run reports it."""
     wanted = config.parallel.compile
     return config.target.device != "cpu" if wanted is None else wanted
 
 
 def why_no_graphs(config: Config, backend: str) -> str | None:
-    """What in a config CUDA graphs cannot be had with; None when nothing is."""
+    """The setting that rules out CUDA graphs; None if there is none."""
     if config.target.device == "cpu":
         return "target.device is cpu"
     if backend != "pytorch":
@@ -120,7 +120,7 @@ def _contradictions(options: ParallelConfig) -> Iterator[Broken]:
 
 
 def _sizes(options: ParallelConfig, world_size: int) -> Iterator[Broken]:
-    """How many ranks share what, against the ranks that there are."""
+    """How many ranks share parameters or replicas, against the number of ranks."""
     how, replicas = sharding(options), options.dp_replicate
     if how.hybrid and replicas is None:
         message = f"{STRATEGY} is {how.word}, and {REPLICAS} does not say how many replicas {world_size} rank(s) make"
@@ -148,7 +148,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def without_effect(config: Config, backend: str) -> Iterator[tuple[list[str], str]]:
-    """Keys of the section that do nothing here, whatever they say, and why. `backend`: the one in use."""
+    """Keys of the section that have no effect here with any value, and why. `backend`: the one in use."""
     options = config.parallel
     if backend == "pytorch":
         yield [STRATEGY, *FSDP_KEYS, "parallel.reduce_dtype", "parallel.sync_module_states"], " with pytorch"

@@ -1,4 +1,4 @@
-"""Rules that a config of right types must keep, each broken one with all its numbers. Pure."""
+"""Rules for a config whose values have the right types. Each error has all its numbers. Pure."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 RUN_OF_ANY_PROGRAM = ("name", "dir")
-"""Of `run`, what does not speak of the trainer's outputs."""
+"""The keys of `run` that do not concern the trainer's outputs."""
 
 
 def check_config(config: Config, *, places: Places | None = None, standing: Collection[Broken] = ()) -> None:
-    """Raise a ConfigError for the rules that a config of right types breaks; `places` tells where keys stand. What is
-    `standing` is let be."""
+    """Raise a ConfigError for the rules that a config with the right types breaks. `places`: where its keys are set.
+    Rules in `standing` are not reported."""
     raise_all(rule_errors(config, places=places, standing=standing))
 
 
@@ -59,7 +59,8 @@ def rule_errors(
     standing: Collection[Broken] = (),
     wrong: Collection[str] = (),
 ) -> Iterator[ConfigError]:
-    """An error for each broken rule that does not follow from another: over keys in none before, nor `wrong`."""
+    """An error for each broken rule, except rules with a key in `wrong` or in an earlier error: they may only follow
+    from it."""
     told = set(wrong)
     for broken in broken_rules(config):
         keys = {broken.key, *broken.others}
@@ -69,7 +70,7 @@ def rule_errors(
 
 
 def broken_rules(config: Config) -> Iterator[Broken]:
-    """Each rule that a config of right types breaks."""
+    """Each rule that a config with the right types breaks."""
     rules = (
         _limits,
         _texts,
@@ -144,7 +145,7 @@ def _model(config: Config) -> Iterator[Broken]:
     if m.init == "pretrained" and m.name is None:
         yield Broken("model.init", "model.init is pretrained, but model.name is null", "set model.name")
     if m.name is not None:
-        return  # the shape is the named model's
+        return  # the named model determines the shape
     if m.head_dim is None and m.hidden_size % m.num_heads:
         message = f"model.hidden_size is {m.hidden_size}, not a multiple of model.num_heads, {m.num_heads}"
         yield Broken("model.hidden_size", message, "change one of them or set model.head_dim", ("model.num_heads",))
@@ -170,9 +171,9 @@ def _model(config: Config) -> Iterator[Broken]:
 
 
 def config_notes(config: Config, *, backend: str, deployed: bool) -> list[str]:
-    """One line for the keys that are set but have no effect beside the others; to be shown, not to stop at.
+    """One line for the keys that are set but have no effect beside the others; to be shown, they are not errors.
 
-    `backend`: the one in use. `deployed`: not a `train.py` started by hand, which stays on its machine.
+    `backend`: the one in use. `deployed`: false for a `train.py` started by hand, which runs on this machine.
     """
     return [
         f"{', '.join(changed)}: no effect{why}"
@@ -182,7 +183,7 @@ def config_notes(config: Config, *, backend: str, deployed: bool) -> list[str]:
 
 
 def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator[tuple[list[str], str]]:
-    """Keys that do nothing here, whatever they say, and why."""
+    """Keys that have no effect here with any value, and why."""
     data, model = config.data, config.model
     if model.name is not None:
         shape = [f"model.{name}" for name in field_kinds(ModelConfig) if name not in ("name", "init", "freeze")]

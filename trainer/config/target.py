@@ -1,4 +1,4 @@
-"""Rules of the keys that say where a job runs: its GPUs and its environment. Pure."""
+"""Rules of the keys that determine where a job runs: its GPUs and its environment. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.schema import AUTO_GPUS, Config, gpu_count
 
 GPU_UUID = re.compile(r"(GPU|MIG)-[0-9A-Fa-f]{4,}[0-9A-Fa-f-]*")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Set by the launcher for every process; a second source would silently win or lose.
+# The launcher sets them for every process; a second source would silently win or lose.
 LAUNCHER_NAMES = {
     "CUDA_VISIBLE_DEVICES": "target.gpu_ranks says which GPUs the job sees",
     "CUDA_DEVICE_ORDER": "it is PCI_BUS_ID always, so that target.gpu_ranks are nvidia-smi's indices",
@@ -22,7 +22,8 @@ LAUNCHER_NAMES = {
 
 
 def num_processes(config: Config) -> int:
-    """Processes of the job on one node: one for each GPU of gpu_ranks, or one for a script without torchrun."""
+    """The number of the job's processes on one node: one for each GPU in gpu_ranks, or one for a script without
+    torchrun."""
     return 1 if config.script is not None and not config.torchrun else gpu_count(config.target.gpu_ranks)
 
 
@@ -60,7 +61,7 @@ def gpu_rules(config: Config) -> Iterator[Broken]:
 
 
 def _index(rank: int | str) -> int | None:
-    """The GPU index that an entry names, also when written as text; None for anything else."""
+    """The GPU index in an entry, also if written as text; None for anything else."""
     if isinstance(rank, int):
         return rank
     return int(rank) if re.fullmatch(r"[-+]?[0-9]{1,9}", rank) else None

@@ -1,4 +1,4 @@
-"""Rules of the keys that say what is trained, how fast and how long, what is watched and what is saved. Pure."""
+"""Rules of the keys for the trained parameters, the learning rate, the length, the monitoring and the saving. Pure."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ WARMUP_STEPS, LEAST_PARTS = 10, 5
 BEST = "train.keep_best"
 MOST_PROMPTS, MOST_PROMPT_CHARS = 16, 4000
 MULTIPLE = 16
-"""What the sizes of all three dimensions of a float8 product divide by (torch._scaled_mm)."""
+"""All three dimensions of a float8 product must be multiples of this (torch._scaled_mm)."""
 
 
 def has_lora(config: Config) -> bool:
-    """Whether adapters are trained in place of the model."""
+    """Whether adapters are trained instead of the model."""
     return config.lora.rank is not None or config.lora.adapter is not None
 
 
 def base_dtype(config: Config) -> str:
-    """Storage of the model's parameters: fp32 where they are trained, `lora.base_dtype` where LoRA freezes them."""
+    """The dtype in which the model's parameters are stored: fp32 if they are trained, `lora.base_dtype` if LoRA freezes
+    them."""
     if not has_lora(config):
         return "fp32"
     return config.train.precision if config.lora.base_dtype == "auto" else config.lora.base_dtype
 
 
 def groups_rules(config: Config) -> Iterator[Broken]:
-    """What a group of parameters, and the scaling of the learning rate, must keep."""
+    """Rules for a group of parameters, and for the scaling of the learning rate."""
     for i, group in enumerate(config.optim.groups):
         key = f"optim.groups[{i}]"
         if not group.pattern.strip():
@@ -55,7 +56,7 @@ def lora_rules(config: Config) -> Iterator[Broken]:
 
 
 def optim_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
-    """Keys that do nothing here, and why."""
+    """Keys that have no effect here, and why."""
     if not has_lora(config):
         yield [f"lora.{name}" for name in field_kinds(LoraConfig)], ", neither lora.rank nor lora.adapter is set"
     elif not config.run.export:
@@ -142,7 +143,7 @@ def watching_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
 
 
 def best_rules(config: Config) -> Iterator[Broken]:
-    """The best checkpoints can only be chosen where each has a held-out loss."""
+    """The best checkpoints can only be chosen if each has a held-out loss."""
     train = config.train
     if train.keep_best == 0 or train.save_every == 0:
         return
@@ -157,14 +158,15 @@ def best_rules(config: Config) -> Iterator[Broken]:
 
 
 def saves_the_best(config: Config) -> bool:
-    """Whether a checkpoint is saved, and kept, at each evaluation that is the best so far: the export may be of it."""
+    """Whether a checkpoint is saved and kept at each evaluation that is the best so far, because the export may use
+    it."""
     source = config.run.export_from
     may_stop_early = config.train.early_stop_patience is not None
     return config.run.export and (source == "best" or (source == "auto" and may_stop_early))
 
 
 def export_rules(config: Config) -> Iterator[Broken]:
-    """The best step can only be exported where some step before the last is judged."""
+    """The best step can only be exported if some step before the last is evaluated."""
     key = "run.export_from"
     if config.run.export_from != "best" or not config.run.export:
         return
@@ -177,7 +179,7 @@ def export_rules(config: Config) -> Iterator[Broken]:
 
 
 def saving_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
-    """Keys that do nothing beside the others, whatever they say, and why."""
+    """Keys that have no effect beside the others with any value, and why."""
     if not config.run.export:
         yield ["run.export_from"], ", run.export is false"
     kept = ["train.keep_best", "train.keep_every"]
@@ -196,7 +198,8 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
 
 
 def length_notes(config: Config, total_steps: int) -> list[str]:
-    """A line for each key that reaches beyond the run; where train.steps gives its length, most are errors already."""
+    """A line for each key that exceeds the length of the run; if train.steps gives the length, most are errors
+    already."""
     return [
         f"{key} is {value}, more than the run's {total_steps}: {what}"
         for key, value, what in _beyond(config, total_steps)
@@ -223,7 +226,7 @@ def _beyond(config: Config, total_steps: int) -> Iterator[tuple[str, int, str]]:
 
 
 def why_no_float8(config: Config) -> str | None:
-    """What in a config float8 products cannot be had with; None when nothing is."""
+    """The setting that rules out float8 products; None if there is none."""
     if config.train.precision == "fp32":
         return "products are in fp32 (train.precision)"
     if config.target.device == "cpu":
@@ -239,7 +242,7 @@ def why_no_float8(config: Config) -> str | None:
 
 
 def float8_rules(config: Config) -> Iterator[Broken]:
-    """Where `train.float8` contradicts other keys; what `auto` cannot have, it does without."""
+    """Rules for `train.float8=on` beside other keys; with `auto`, products stay in bf16 instead."""
     key = "train.float8"
     if config.train.float8 != "on":
         return
@@ -251,6 +254,6 @@ def float8_rules(config: Config) -> Iterator[Broken]:
 
 
 def float8_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
-    """`auto` where the config itself rules float8 out; what the device rules out is told by the run."""
+    """`auto`, if the config itself rules float8 out; the run reports it if the device does."""
     if config.train.float8 == "auto" and (why := why_no_float8(config)):
         yield ["train.float8"], f", {why}"

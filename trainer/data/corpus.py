@@ -1,4 +1,4 @@
-"""The documents of pretraining: token files as they are, and texts that become token files of the run folder first."""
+"""The documents for pretraining: existing token files, and texts, which first become token files in the run folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def build_corpus(
     config: Config, dist: Dist, tokenizer: PreTrainedTokenizerFast, *, run_dir: Path, model_vocab: int
 ) -> Data:
-    """Maps the token files, tokenizes the texts where that is still to do, and lays out all; every rank calls it.
+    """Opens the token files, tokenizes texts if not done yet, and lays out all documents. Every rank must call this.
 
     `model_vocab`: rows of the model's embedding. Raises DataError when something cannot be read, when a token file was
     made for another tokenizer or model, or when nothing is left to train on.
@@ -56,7 +56,7 @@ def build_corpus(
     _check_not_empty(documents, "data.train")
     if config.data.eval:
         _check_not_empty(held_out, "data.eval")
-    pad_id = tokenizer.pad_token_id or 0  # never read: padding is told by position
+    pad_id = tokenizer.pad_token_id or 0  # never read: padding is recognized by position
     train = TrainLoader(documents, config=config, ranks=dist, pad_id=pad_id)
     notes = overlap_note(documents, held_out)
     data = lay_out(
@@ -68,7 +68,7 @@ def build_corpus(
 
 
 def list_corpus(config: Config) -> list[Source]:
-    """All that is read, in order: the training sources, then those for evaluation alone."""
+    """All sources in order: those for training, then those only for evaluation."""
     data = config.data
     return [
         *(Source(entry, data.train_split, False) for entry in as_sources(data.train)),
@@ -121,7 +121,7 @@ def _identity(source: Source, tokenizer: PreTrainedTokenizerFast) -> str:
 def _is_made(path: Path, mark: str) -> bool:
     try:
         return path.is_file() and TokenFile.open(path).header.meta.get("identity") == mark
-    except DataError:  # of another version, or damaged: made anew
+    except DataError:  # of another version, or damaged: it is made again
         return False
 
 
@@ -155,7 +155,7 @@ class DocumentTable:
     place: np.ndarray
     """int64, its number in its source."""
     key: np.ndarray
-    """uint64, a hash of what it says."""
+    """uint64, a hash of its content."""
     length: np.ndarray
     """int64, tokens."""
     name: Callable[[int], str]

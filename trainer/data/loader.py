@@ -1,9 +1,9 @@
-"""Batches of a step, and of an evaluation, for one rank.
+"""The batches of a step, and of an evaluation, for one rank.
 
-The rows of all epochs form one endless sequence that (seed, epoch) alone decides. Step s takes the next
-global_batch_size rows of it; ranks and micro-batches only divide them. Rows that an epoch leaves over go into the step
-that begins the next epoch. A run of a given number of epochs ends with a smaller step instead, so every row is seen
-exactly that often.
+The rows of all epochs form one endless sequence that depends only on (seed, epoch). Each step takes the next
+global_batch_size rows; ranks and micro-batches only divide them. The last rows of an epoch that do not fill a step go
+into the step that begins the next epoch. A run with a given number of epochs ends with a smaller step instead, so that
+every row is used exactly that often.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ NO_END_TOKEN = (
 
 @dataclass(frozen=True)
 class Data:
-    """All that a run trains and is judged on."""
+    """A run's data for training and evaluation."""
 
     train: Loader
     eval: EvalSet
     report: DataReport
 
     def close(self) -> None:
-        """End the threads and processes that prepare what comes next: nothing is trained on any more."""
+        """End the threads and processes that prepare further batches. No more batches can be taken."""
         self.train.close()
 
 
@@ -76,11 +76,11 @@ def build_data(
     run_dir: Path | None = None,
     model_vocab: int | None = None,
 ) -> Data:
-    """Reads, tokenizes and lays out everything, the same on every rank.
+    """Reads, tokenizes and lays out all data, the same on every rank.
 
-    With a run folder the tokens are kept there and shared by the ranks of a node (`dist` is then a `Dist`, and all
-    ranks must call this); without, every caller has its own in memory. `model_vocab`: rows of the model's embedding.
-    Raises DataError when something cannot be read, holds an id that the model lacks, or nothing is left to train on.
+    With a run folder the tokens are stored there and shared by the ranks of a node (`dist` is then a `Dist`, and all
+    ranks must call this); without it, each caller has its own in memory. `model_vocab`: rows of the model's embedding.
+    Raises DataError if data cannot be read, has an ID that the model lacks, or if nothing is left to train on.
     """
     started = time.perf_counter()
     check_template(tokenizer)
@@ -96,7 +96,7 @@ def build_data(
     check_documents(documents, where="data.train", seq_len=config.data.seq_len)
     if config.data.eval:
         check_documents(held_out, where="data.eval", seq_len=config.data.seq_len)
-    pad_id = tokenizer.pad_token_id or 0  # never read: padding is told by position
+    pad_id = tokenizer.pad_token_id or 0  # never read: padding is recognized by position
     train = TrainLoader(documents, config=config, ranks=dist, pad_id=pad_id)
     notes = [] if trains_end_token(documents, tokenizer) else [NO_END_TOKEN]
     notes += overlap_note(documents, held_out)
@@ -118,7 +118,7 @@ def lay_out(
     started: float,
     notes: list[str],
 ) -> Data:
-    """The training data with the batches of the evaluation, and an account of both; `started`: when reading began."""
+    """The training data, the evaluation's batches, and a report on both. `started`: when reading began."""
     evaluation = EvalSet(held_out, config=config, ranks=ranks, pad_id=pad_id)
     held_out_report = held_out.report if len(held_out) else None
     account = DataReport(report, held_out_report, seconds=time.perf_counter() - started, notes=notes)
@@ -126,7 +126,7 @@ def lay_out(
 
 
 def check_store(store: Store, model_vocab: int | None) -> None:
-    """Raise DataError naming the first row with an id that a model with `model_vocab` ids lacks."""
+    """Raise DataError with the first row that has an ID not below `model_vocab`."""
     if model_vocab is None or (isinstance(store, TokenFile) and store.header.max_id < model_vocab):
         return
     for index in range(len(store)):
@@ -134,7 +134,8 @@ def check_store(store: Store, model_vocab: int | None) -> None:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerFast, model_vocab: int | None) -> None:
-    """Raise DataError for a tokenizer that may give ids which the model lacks: a stream has no end to look for them."""
+    """Raise DataError if the tokenizer has more IDs than the model: a stream is endless, so its IDs cannot be checked
+    beforehand."""
     if model_vocab is not None and vocab_size(tokenizer) > model_vocab:
         raise DataError(
             f"the tokenizer has {vocab_size(tokenizer)} ids and the model {model_vocab}, and data.streaming is true",
@@ -144,7 +145,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, model_vocab: int | None)
 
 
 def _build_stream(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast, started: float) -> Data:
-    """The first window and the held-out rows; every rank reads the stream for itself."""
+    """The first window and the held-out rows. Each rank reads the stream separately."""
     held_out = read_stream_eval(config, tokenizer)
     if config.data.eval:
         check_documents(held_out, where="data.eval", seq_len=config.data.seq_len)
@@ -160,10 +161,10 @@ def _build_stream(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFas
 
 
 class TrainLoader:
-    """`step_batches(step)`: this rank's micro-batches of an optimizer step, a pure function of the step.
+    """`step_batches(step)`: this rank's micro-batches of an optimizer step; they depend only on the step.
 
-    `total_steps`: optimizer steps of the run. `steps_per_epoch`: of the first epoch, a fraction where rows are left
-    over. `global_batch_size`: rows per step over all ranks.
+    `total_steps`: optimizer steps of the run. `steps_per_epoch`: of the first epoch, not whole if rows are left over.
+    `global_batch_size`: rows per step over all ranks.
     """
 
     def __init__(self, documents: Documents, *, config: Config, ranks: Ranks, pad_id: int) -> None:
@@ -174,8 +175,8 @@ class TrainLoader:
         self._ranks = ranks
         self._pad_id = pad_id
         self._sizes: list[int] = []  # rows of each epoch
-        self._plans: dict[int, Plan] = {}  # the last two that were asked for
-        self._planning = Lock()  # the caller and the thread both ask for epochs
+        self._plans: dict[int, Plan] = {}  # the last two that were requested
+        self._planning = Lock()  # the caller and the thread both request epochs
         self._first_step, self._first_row = 0, 0  # where the current division of rows into steps begins
         self._ahead = Ahead(self._build_step, ranks, depth=STEPS_AHEAD)
         self.global_batch_size = global_batch_size(config, ranks.world_size)
@@ -195,15 +196,15 @@ class TrainLoader:
         return self._first_step + max(0, -(-left // self.global_batch_size))
 
     def epoch_at(self, step: int) -> float:
-        """Passes over the data that `step` steps make."""
+        """The number of passes over the data after `step` steps."""
         epoch, row = self._place(self._row_of(step))
         return epoch + row / self._size(epoch)
 
     def step_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of optimizer step `step`, counted from 0; every rank gets the same number.
 
-        Rows without targets fill up (see `trainer.data.batches.micro_batches`).
-        The next steps are laid out in a thread meanwhile.
+        Missing rows are filled with rows without targets (see `trainer.data.batches.micro_batches`).
+        Meanwhile a thread prepares the next steps.
         """
         return self._ahead.take(step, total_steps=self.total_steps)
 
@@ -214,7 +215,7 @@ class TrainLoader:
         self._ahead.close()
 
     def rank_documents(self, step: int, rank: int) -> list[str]:
-        """The ids of the conversations that one rank trains on in a step."""
+        """The IDs of the conversations that one rank trains on in a step."""
         rows = self._rows_of(step)
         mine = rows_of_rank(self._row_lengths(rows), rank, world_size=self._ranks.world_size, rules=self._rules)
         return [self._documents.docs.name(index) for row in mine for index in rows[row]]
@@ -224,10 +225,10 @@ class TrainLoader:
         return {"step": step, "row": self._row_of(step), "fingerprint": self.fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on at the position, also with other ranks or another global batch.
+        """Continue at the position, also with another number of ranks or another global batch size.
 
-        Raises DataError when documents, seed or lay-out differ from those of the position, InvalidData where it is
-        none.
+        Raises DataError if documents, seed or layout differ from those of the position, InvalidData if `state` is
+        not a position.
         """
         place = from_json(state, DataPosition)
         if place.fingerprint != self.fingerprint():
@@ -282,14 +283,14 @@ class TrainLoader:
         return row if self._config.train.steps is not None else min(row, self._end_row())
 
     def _end_row(self) -> int:
-        """Rows of the whole run, one at least, when it is given in epochs; a part of one is rounded to whole rows."""
+        """Rows of a run that is given in epochs, at least one; a fraction of an epoch is rounded to whole rows."""
         epochs = self._config.train.epochs or 0.0
         whole = int(epochs)
         rows = sum(self._size(epoch) for epoch in range(whole))
         return max(1, rows + round((epochs - whole) * self._size(whole))) if epochs > whole else rows
 
     def _place(self, row: int) -> tuple[int, int]:
-        """The epoch of a row of the endless sequence, and its place in that epoch."""
+        """The epoch of a row of the endless sequence, and the row's index in it."""
         epoch = 0
         while row >= (size := self._size(epoch)):
             row -= size
@@ -297,7 +298,7 @@ class TrainLoader:
         return epoch, row
 
     def _size(self, epoch: int) -> int:
-        """Rows of one epoch."""
+        """The number of rows of one epoch."""
         while len(self._sizes) <= epoch:
             self._epoch(len(self._sizes))
         return self._sizes[epoch]
@@ -316,11 +317,11 @@ class TrainLoader:
 
 
 class EvalSet:
-    """The held-out rows; `batches()` are this rank's, the same number on every rank, built once."""
+    """The held-out rows. `batches()`: this rank's batches, the same number on every rank, built once."""
 
     def __init__(self, documents: Documents, *, config: Config, ranks: Ranks, pad_id: int) -> None:
         data, rules, world = config.data, BatchRules.of(config), ranks.world_size
-        # repeats as they are asked for; in the order of reading
+        # with the requested repeats, in the order of reading
         order = epoch_documents(documents.mixture, epoch=0, seed=0, shuffle=False).tolist()
         tokens = documents.lengths
         plan = plan_rows(tokens, order, seq_len=data.seq_len, packing=data.packing)

@@ -1,4 +1,4 @@
-"""Adapters to PEFT's files: written aside, opened again and compared before they have their name."""
+"""Adapters to PEFT's files: written to a temporary folder, reopened, compared, and only then renamed."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def export_adapter(
     rows: Rows,
     generation: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
-    """Write the adapters in PEFT's format, and the tokenizer; `folder` appears only after it has been verified.
+    """Write the adapters in PEFT's format, and the tokenizer; `folder` appears only after verification.
 
-    `tensors`: the whole model's and its adapters', on the CPU. Returns what our model
-    predicts after each token of `rows`.
+    `tensors`: those of the whole model and its adapters, on the CPU. Returns our model's prediction after each token
+    of `rows`.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     remove_tree(partial)
@@ -47,7 +47,7 @@ def export_adapter(
     write_adapter(partial, pairs, spec=spec, shape=shape, base_name=base_name)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
-    if generation is not None:  # for GenerationConfig.from_pretrained: the base's own may end elsewhere
+    if generation is not None:  # for GenerationConfig.from_pretrained: the base's may have other end tokens
         write_generation(partial, generation)
     predicted = verify_adapter(partial, tensors, spec=spec, shape=shape, rows=rows)
     remove_tree(folder)
@@ -58,7 +58,7 @@ def export_adapter(
 def write_adapter(
     folder: Path, pairs: Mapping[str, Tensor], *, spec: LoraSpec, shape: Shape, base_name: str | None
 ) -> None:
-    """Write the two files. Raises ModelError for a tensor that is not finite; nothing is written then."""
+    """Write the two files. Raises ModelError for a tensor that is not finite, before it writes anything."""
     bad = [name for name, tensor in pairs.items() if not tensor.isfinite().all()]
     if bad:
         raise ModelError(f"not exported: {first_few(bad, 5)} has values that are not finite")
@@ -97,10 +97,10 @@ def peft_config(spec: LoraSpec, shape: Shape, base_name: str | None) -> dict[str
 def verify_adapter(
     folder: Path, tensors: Mapping[str, Tensor], *, spec: LoraSpec, shape: Shape, rows: Rows
 ) -> list[list[int]]:
-    """Open an adapter again, with PEFT where it is installed, and compare it: names, tensors, and a pass over each row.
+    """Reopen an adapter, with PEFT if it is installed, and compare names, tensors, and a forward pass over each row.
 
-    Raises ModelError for another tensor, or for logits further apart than 1e-4 of their scale. Returns our most
-    probable token after each of a row's.
+    Raises ModelError for a different tensor, or for logits that differ by more than 1e-4 of their scale. Returns our
+    most probable token after each token of the rows.
     """
     base, pairs = split_adapter(tensors)
     ours = plain_adapted(shape, tensors, spec)
@@ -110,7 +110,7 @@ def verify_adapter(
 
 
 def plain_adapted(shape: Shape, tensors: Mapping[str, Tensor], spec: LoraSpec) -> Model:
-    """An unsharded fp32 model on the CPU that uses the given tensors, adapters and all."""
+    """An unsharded fp32 model on the CPU with the given tensors, including adapters."""
     base, pairs = split_adapter(tensors)
     model = plain_model(shape, base)
     attach(model, spec)
@@ -121,7 +121,7 @@ def plain_adapted(shape: Shape, tensors: Mapping[str, Tensor], spec: LoraSpec) -
 def _logits_of_peft(
     folder: Path, shape: Shape, base: Mapping[str, Tensor], pairs: Mapping[str, Tensor], rows: Rows
 ) -> list[Tensor]:
-    """What PEFT computes from the folder over the base, after its tensors have been compared."""
+    """PEFT's logits for the folder over the base, after a comparison of its tensors."""
     import transformers
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -136,7 +136,7 @@ def _logits_of_peft(
 def _logits_of_files(
     folder: Path, shape: Shape, base: Mapping[str, Tensor], pairs: Mapping[str, Tensor], rows: Rows
 ) -> list[Tensor]:
-    """What our own reader makes of the folder, where PEFT is not installed."""
+    """The logits from the folder as our reader loads it; used if PEFT is not installed."""
     model = plain_model(shape, base)
     spec = read_spec(folder, linear_names(model))
     attach(model, spec)

@@ -31,14 +31,14 @@ from trainer.train.recipe import make_recipe
 from trainer.words import render_bytes
 
 ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-HEADROOM_BYTES = 64 * 2**20  # the tokenizer's files and the file system's own blocks
+HEADROOM_BYTES = 64 * 2**20  # for the tokenizer's files and the file system's metadata
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint that is exported, and what it says of its run."""
+    """The checkpoint to export, and its data about its run."""
 
     path: Path
     run_dir: Path
@@ -46,16 +46,16 @@ class Source:
     config: Config
     shape: Shape
     base: str | None
-    """Fingerprint of the weights under adapters or frozen parts; None where the whole model was trained."""
+    """Fingerprint of the weights under adapters or frozen parts; None if the whole model was trained."""
 
 
-# --- which checkpoint -------------------------------------------------------------------------------------------------
+# --- the choice of a checkpoint ---------------------------------------------------------------------------------------
 
 
 def find_source(run: Path, step: str | None) -> Source:
-    """The checkpoint that is meant: of a run folder the newest complete one, or that of `step` (a number or a folder).
+    """The checkpoint to export: of a run folder the newest complete one, or that of `step` (a number or a folder).
 
-    `run` may be a checkpoint itself. Raises ModelError that names what is there.
+    `run` may also be a checkpoint. Raises ModelError that names the existing ones.
     """
     path = _find_checkpoint(run, step)
     try:
@@ -108,7 +108,7 @@ def _unusable(path: Path, error: CheckpointError) -> ModelError:
 
 
 def export_folder(source: Source, out: Path) -> Path:
-    """The folder to write, absolute. Raises ModelError for one that would be replaced and is no export."""
+    """The folder to write, absolute. Raises ModelError if it exists and is not an export."""
     folder = expanded(out).absolute()
     if folder.exists() and not any(
         (folder / name).is_file() for name in ("config.json", f"{ADAPTER_DIR}/{CONFIG_FILE}")
@@ -120,9 +120,9 @@ def export_folder(source: Source, out: Path) -> Path:
 def export_checkpoint(
     source: Source, folder: Path, *, dtype: str, merged: bool, tokenizer_name: str | None, tell: Tell
 ) -> list[str]:
-    """Write `folder` from the checkpoint, as the end of its run would; a line for each folder that was written.
+    """Write `folder` from the checkpoint as the end of its run would. Returns a line for each written folder.
 
-    It appears only once transformers has read it back as the same model, or PEFT the same adapters.
+    It appears only after transformers has read back the same model, or PEFT the same adapters.
     """
     if source.shape.hf_class is None:
         hint = "--full-state FILE writes its tensors"
@@ -152,8 +152,7 @@ def export_checkpoint(
 
 
 def load_trained(source: Source) -> Model:
-    """The checkpoint's model on the CPU. Parameters that were frozen are not in it: they come from where the run had
-    them."""
+    """The checkpoint's model on the CPU. Frozen parameters are not in a checkpoint: they come from the run's source."""
     model = build_model(source.config, source.shape)
     model.to_empty(device="cpu")
     model.reset_buffers(torch.device("cpu"))
@@ -169,7 +168,7 @@ def load_trained(source: Source) -> Model:
 
 
 def _check_base(source: Source, folder: Path | None) -> None:
-    """Raise ModelError when other weights now stand where the run had its frozen ones."""
+    """Raise ModelError if the source of the frozen weights has changed since the run."""
     found = base_fingerprint(source.config, folder)
     if source.base is not None and found != source.base:
         raise ModelError(
@@ -188,13 +187,13 @@ def _with_tokenizer(config: Config, name: str | None) -> Config:
 def write_full_state(source: Source, file: Path, *, tell: Tell) -> Path:
     """Write {"model", "optimizer", "step", "config"} with whole tensors by Hugging Face's names, for `torch.load`.
 
-    Parameters that were frozen are not in a checkpoint, nor here.
+    Frozen parameters are not in a checkpoint, so they are not in the file.
     """
     file = expanded(file).absolute()
     tell(f"reading {source.path}")
     if source.config.optim.optimizer == "adamw8bit":
         quiet_transformers()
-        torchao_adamw8bit()  # torch.load knows its tensors only then
+        torchao_adamw8bit()  # without this, torch.load does not know its tensors
     try:
         state = read_full(source.path)
     except CheckpointError as error:
@@ -213,7 +212,7 @@ def _size(state: Mapping[str, Any]) -> int:
 
 
 def check_space(target: Path, size: int) -> None:
-    """Raise ModelError before anything is written when the disk has no room."""
+    """Raise ModelError if the disk has no room, before anything is written."""
     parent = next(folder for folder in target.parents if folder.is_dir())
     lack = lack_of_room(parent, size + HEADROOM_BYTES)
     if lack:

@@ -26,9 +26,9 @@ from trainer.train.run import Result, Run
 
 
 def finish(run: Run, result: Result, *, shape: Shape, tokenizer: Any) -> int:
-    """Export the model where the run is complete, write outcome.json, and return the exit code.
+    """Export the model if the run is complete, write outcome.json, and return the exit code.
 
-    Raises what kept the last state from being saved, once the model is exported.
+    If the last state could not be saved, raises that error after the export.
     """
     outcome = {
         "state": "stopped" if result.stopped else "succeeded",
@@ -62,7 +62,7 @@ def finish(run: Run, result: Result, *, shape: Shape, tokenizer: Any) -> int:
         )
         for line in render_export(run.run_dir, outcome):
             run.log.note(line)
-    if result.unsaved is not None:  # on every rank alike, and told before: the export was worth its room
+    if result.unsaved is not None:  # the same on every rank, and reported earlier; the export is worth its space
         raise result.unsaved
     on_rank0(run.dist, lambda: write_outcome(run.run_dir, outcome))
     for line in render_outcome(outcome, run.data.train.total_steps):
@@ -72,10 +72,10 @@ def finish(run: Run, result: Result, *, shape: Shape, tokenizer: Any) -> int:
 
 
 def take_weights(run: Run, result: Result) -> int:
-    """Fill the model with the weights that are to be exported, and return their step; every rank calls this.
+    """Fill the model with the weights to export, and return their step; every rank must call this.
 
-    The last step's are in it already, and stay where the best checkpoint is gone or damaged. Raises CheckpointError
-    where that one changes while it is read.
+    The model already holds the last step's weights. They stay if the best checkpoint is missing or damaged. Raises
+    CheckpointError if that checkpoint changes while it is read.
     """
     source, last = run.config.run.export_from, result.step
     if source == "last" or (source == "auto" and result.reason is None):
@@ -116,12 +116,12 @@ def export(
     dtype: torch.dtype = torch.float32,
     generation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write the trained model into `folder`, or its adapters below it, reopened and compared; every rank calls this.
+    """Write the trained model into `folder`, or its adapters below it, reopen and compare; every rank must call this.
 
-    Adapters go to FOLDER/adapter in PEFT's format (fp32, of the model `base_name`); the model with them merged only
-    where `merged` asks for it. `rows`: of rank 0, the tokens to compare by. Returns the outcome's entries `export`,
-    `adapter` and `compared`: these rows and what the trainer's own model predicts after each token, for anyone to
-    compare with what another library makes of the export. `generation`: what generation_config.json says.
+    Adapters go to FOLDER/adapter in PEFT's format (fp32, of the model `base_name`); the merged model is written only
+    with `merged`. `rows`: on rank 0, the tokens of the comparison. Returns the outcome's entries `export`, `adapter`
+    and `compared`: these rows and the prediction of the trainer's model after each token, to compare with the
+    predictions of another library from the export. `generation`: the content of generation_config.json.
     """
     spec = lora_of(module)
     tensors = gather_full(module, dist)
@@ -160,7 +160,7 @@ def export(
 
 
 def rows_to_compare(run: Run, step: int, shape: Shape) -> list[list[int]]:
-    """Rows of the run's own data: held out, else of the last step; random ones where this start has not trained."""
+    """Rows of the run's data: held out, else of the last step; random ones if this start has not trained."""
     rows = rows_of(run.data.eval.batches())
     if not rows and step > run.start_step:
         rows = rows_of(run.data.train.step_batches(step - 1))
@@ -168,14 +168,14 @@ def rows_to_compare(run: Run, step: int, shape: Shape) -> list[list[int]]:
 
 
 def remove_model(folder: Path) -> None:
-    """Delete a whole model that an earlier end left beside adapter/: its weights are not those of these adapters."""
+    """Delete a whole model that an earlier export left beside adapter/: its weights do not match these adapters."""
     for pattern in ("model*.safetensors*", "config.json", "generation_config.json"):
         for path in folder.glob(pattern):
             path.unlink()
 
 
 def render_export(run_dir: Path, written: dict[str, Any]) -> list[str]:
-    """A line for each folder that was written below `run_dir`."""
+    """A line for each written folder below `run_dir`."""
     lines = []
     if written["export"]:
         lines.append(f"exported to {run_dir / written['export']}: reopened with transformers, same weights and logits")
@@ -188,7 +188,7 @@ def render_export(run_dir: Path, written: dict[str, Any]) -> list[str]:
 
 
 def render_outcome(outcome: dict[str, Any], total_steps: int) -> list[str]:
-    """`succeeded after 200 of 200 steps, held-out loss 5.561 -> 2.213 (-60 %)`; a warning where it did not fall."""
+    """`succeeded after 200 of 200 steps, held-out loss 5.561 -> 2.213 (-60 %)`; a warning if it did not fall."""
     text = f"{outcome['state']} after {outcome['steps']} of {total_steps} steps"
     if outcome["reason"]:
         text += f" ({outcome['reason']})"

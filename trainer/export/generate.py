@@ -1,4 +1,4 @@
-"""What a trained model says: transformers' own generation, over an export, a checkpoint, or an adapter and its base."""
+"""Text from a trained model: transformers' generation, over an export, a checkpoint, or an adapter and its base."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ MEMORY_HINT = "--device cpu, --dtype bf16 or a smaller --max-tokens need less"
 
 @dataclass(frozen=True)
 class How:
-    """How the model goes on from a prompt."""
+    """Settings for the generation from a prompt."""
 
     max_tokens: int = 200
     temperature: float = 0.0
-    """0: the most probable token each time, so always the same."""
+    """0: always the most probable token, so the text is always the same."""
     top_p: float = 1.0
     seed: int = 0
     chat: bool | None = None
-    """None: where the tokenizer has a template."""
+    """None: yes if the tokenizer has a template."""
     system: str | None = None
 
 
@@ -60,22 +60,22 @@ class Said:
     text: str
     tokens: int
     ended: bool
-    """By its own end token, before `max_tokens`."""
+    """Whether the model's end token ended it before `max_tokens`."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model that is ready to go on from prompts."""
+    """A model that is ready to generate from prompts."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     ends: tuple[int, ...]
     about: str
-    """Where it is from."""
+    """The origin of the model."""
 
     def is_chat(self, how: How) -> bool:
-        """Whether prompts are the user's turns. ModelError for a conversation without a template."""
+        """Whether prompts are the user's turns. Raises ModelError for a conversation without a template."""
         has_template = bool(self.tokenizer.chat_template)
         if how.chat and not has_template:
             raise ModelError("the tokenizer has no chat template", hint="--no-chat goes on from the text itself")
@@ -84,7 +84,7 @@ class Speaker:
         return has_template if how.chat is None else how.chat
 
     def say(self, prompt: str, how: How, *, show: Show | None = None) -> Said:
-        """The model's answer. `show` gets its text as it comes. ModelError where memory does not suffice."""
+        """The model's answer. `show` gets the text during generation. Raises ModelError if memory is not sufficient."""
         ids = encode_prompt(self.tokenizer, prompt, chat=self.is_chat(how), system=how.system)
         room = (getattr(self.model.config, "max_position_embeddings", None) or len(ids) + how.max_tokens) - len(ids)
         if room < 1:
@@ -101,7 +101,7 @@ class Speaker:
         from transformers import GenerationConfig
 
         sampling: dict[str, Any] = {"temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
-        # the folder's own values are left aside: a penalty in them would change what is most probable
+        # the folder's values are ignored: a penalty in them would change which token is most probable
         self.model.generation_config = GenerationConfig(
             do_sample=how.temperature > 0,
             max_new_tokens=most,
@@ -129,7 +129,7 @@ def _streamer(tokenizer: PreTrainedTokenizerFast, show: Show) -> Any:
     return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
-# --- from what is meant to a model in memory --------------------------------------------------------------------------
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_speaker(
@@ -142,9 +142,9 @@ def load_speaker(
     dtype: str | None = None,
     tell: Tell,
 ) -> Speaker:
-    """The model in memory. `adapter`: one that is put over it; `base`: of an adapter, in place of what that names.
+    """The model in memory. `adapter`: added to its weights; `base`: replaces the base that an adapter names.
 
-    Raises ModelError and DataError for what cannot be loaded.
+    Raises ModelError and DataError if something cannot be loaded.
     """
     quiet_transformers()
     logging.getLogger("transformers.generation").setLevel(logging.ERROR)
@@ -161,7 +161,7 @@ def load_speaker(
 
 
 def _of_checkpoint(source: Source, tokenizer_name: str | None, *, dtype: str | None, tell: Tell) -> Speaker:
-    """As its export would be, without writing it."""
+    """The model of a checkpoint, the same as from its export, without writing one."""
     import transformers
 
     if source.shape.hf_class is None:
@@ -220,14 +220,14 @@ def _read_model(name: str, *, device: torch.device, dtype: str | None) -> PreTra
         )
     except (OSError, ValueError, SafetensorError) as error:
         if folder.is_dir():
-            open_folder(folder)  # names the file that is not whole
+            open_folder(folder)  # raises for a damaged file, and names it
         hint = "" if folder.is_dir() else "give a local folder, or check the name, the network and HF_TOKEN"
         raise ModelError(f"{name} does not load in transformers: {first_line(error)}", hint=hint) from error
     return model
 
 
 def _check_room(folder: Path, device: torch.device, dtype: str | None) -> None:
-    """ModelError before a host is filled with weights that do not fit it."""
+    """Raise ModelError if the weights do not fit into free memory, before they are loaded."""
     stored = open_folder(folder).values()
     sizes = [(torch.Size(one.shape).numel(), 4 if isinstance(one.dtype, str) else one.dtype.itemsize) for one in stored]
     size = sum(count * (DTYPES[dtype].itemsize if dtype else width) for count, width in sizes)
@@ -239,7 +239,7 @@ def _check_room(folder: Path, device: torch.device, dtype: str | None) -> None:
 
 @torch.no_grad()
 def add_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Add an adapter of PEFT's format to the weights. ModelError for one that is of another model."""
+    """Add an adapter in PEFT's format to the weights. Raises ModelError for an adapter of another model."""
     module = cast("nn.Module", model)
     names = [n for n, child in module.named_modules() if isinstance(child, nn.Linear) and n != "lm_head"]
     spec = read_spec(folder, names)
@@ -258,7 +258,7 @@ def add_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 @contextlib.contextmanager
 def telling_memory() -> Iterator[None]:
-    """Make of a lack of memory an error that says what needs less."""
+    """Turn an out-of-memory error into a ModelError with a hint about settings that need less."""
     try:
         yield
     except torch.OutOfMemoryError as error:

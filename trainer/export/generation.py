@@ -1,4 +1,4 @@
-"""What an export says of generating with it: it ends where the run taught it to, and samples as its model did."""
+"""The generation settings of an export: the end tokens that the run trained, and its model's sampling values."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 def generation_of(
     config: Config, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, *, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The generation_config.json of a run's export: that of the model it began from, with the end that was trained.
+    """The generation_config.json of a run's export: that of its original model, with the trained end token.
 
-    The trained end comes first, the model's own ones stay: transformers stops at each. `tell` hears, in a line, where
-    the model's own values are not to be had any more.
+    The trained end token comes first, the model's stay: transformers stops at each. `tell` is called with a line if the
+    original model's values cannot be read any more.
     """
     said = _said_by_model(config, tell)
-    if config.data.tokenizer not in ("auto", config.model.name):  # another vocabulary: these ids are other tokens there
+    if config.data.tokenizer not in ("auto", config.model.name):  # in another vocabulary these ids are other tokens
         said = {name: value for name, value in said.items() if name not in SPECIAL}
     for name in ("bos_token_id", "pad_token_id"):
         own = getattr(tokenizer, name, None)
@@ -54,14 +54,14 @@ def _said_by_model(config: Config, tell: Callable[[str], None]) -> dict[str, Any
         if folder is not None:
             return read_generation(folder)
         reason = "its folder is not here"
-    except ModelError as error:  # it was read at the start; what was trained is worth more than its sampling values
+    except ModelError as error:  # it could be read at the start; the export is worth more than these sampling values
         reason = error.message
     tell(f"note: the export has no sampling values of {config.model.name}: {reason}")
     return {}
 
 
 def _folder_of(name: str) -> Path | None:
-    """Where the small files of a model lie; None where they are gone."""
+    """The folder with the small files of a model; None if they are gone."""
     folder = expanded(name)
     if folder.is_dir() or folder.is_absolute():
         return folder if folder.is_dir() else None

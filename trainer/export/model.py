@@ -1,4 +1,4 @@
-"""A model written in Hugging Face's format, read back with transformers and compared before it counts as written."""
+"""Writes a model in Hugging Face's format, reads it back with transformers and compares it before it is renamed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ROWS, TOKENS = 2, 64
-"""How many rows are compared, and their tokens at most: what differs in one place differs in nearly every logit."""
+"""Number of compared rows, and their tokens at most: one difference changes nearly every logit."""
 
 Rows = Sequence[Sequence[int]]
 
@@ -44,10 +44,10 @@ def export_tensors(
     dtype: torch.dtype = torch.float32,
     generation: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
-    """Write the model in Hugging Face's format; `folder` appears, or is replaced, only after it has been verified.
+    """Write the model in Hugging Face's format; `folder` appears, or is replaced, only after verification.
 
     `tensors`: whole, on rank 0; None on the other ranks. Every rank must call it; all return when it is done, or raise.
-    `rows`: of rank 0, to compare by. Returns what the model predicts after each of their tokens.
+    `rows`: on rank 0, the tokens of the comparison. Returns the model's prediction after each of these tokens.
     """
 
     def write() -> list[list[int]]:
@@ -75,8 +75,8 @@ def write_export(
 ) -> None:
     """Write safetensors (shards of 5 GB), config.json, generation_config.json and the tokenizer's files.
 
-    `generation`: what generation_config.json says; the tokenizer's special tokens unless given.
-    Raises ModelError for a tensor that is not finite in `dtype`; nothing is written then.
+    `generation`: the content of generation_config.json; by default the tokenizer's special tokens.
+    Raises ModelError for a tensor that is not finite in `dtype`, before it writes anything.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -97,7 +97,8 @@ def write_export(
 
 
 def write_generation(folder: Path, generation: Mapping[str, Any]) -> None:
-    """Written as it is: transformers' own class refuses to save what it reads, such as a temperature alone."""
+    """Write the values unchanged: transformers' class refuses to save some values that it reads, such as a temperature
+    alone."""
     text = json.dumps({name: value for name, value in generation.items() if value is not None}, indent=2)
     (folder / GENERATION_FILE).write_text(text + "\n")
 
@@ -107,7 +108,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int 
 
 
 def plain_model(shape: Shape, tensors: Mapping[str, Tensor]) -> Model:
-    """An unsharded fp32 model on the CPU that uses the given tensors."""
+    """An unsharded fp32 model on the CPU with the given tensors."""
     with torch.device("meta"):
         model = shape.build()
     model.load_state_dict(dict(tensors), strict=True, assign=True)
@@ -126,8 +127,8 @@ def verify_export(
 ) -> list[list[int]]:
     """Open an export with transformers and compare it with ours: names, weights, and logits of a pass over each row.
 
-    Returns our most probable token after each of a row's. Raises ModelError on missing or unexpected names, another
-    weight, or logits further apart than 1e-4 of their scale.
+    Returns our most probable token after each token of the rows. Raises ModelError for missing or unexpected names, a
+    different weight, or logits that differ by more than 1e-4 of their scale.
     """
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -135,7 +136,7 @@ def verify_export(
     try:
         told = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, **options)
     except (OSError, ValueError, SafetensorError) as error:
-        open_folder(folder)  # names the file that is not whole
+        open_folder(folder)  # raises for a damaged file, and names it
         raise ModelError(f"the export in {folder} does not load in transformers: {first_line(error)}") from error
     theirs, info = cast("tuple[PreTrainedModel, dict[str, Any]]", told)
     wrong = {key: sorted(map(str, names)) for key, names in info.items() if names}
@@ -152,8 +153,8 @@ def verify_export(
 
 
 def without_map(kind: type[PreTrainedModel]) -> dict[str, Any]:
-    """Has transformers read the files, where it can (5.x), and not map them: a map of a file that is cut, or whose disk
-    fails, ends the process."""
+    """Options that make transformers read the files instead of mapping them, if it can (5.x): a map of a truncated
+    file, or of one on a failing disk, ends the process."""
     takes = signature(vars(kind)["from_pretrained"].__func__).parameters
     return {"disable_mmap": True} if "disable_mmap" in takes else {}
 
@@ -162,14 +163,14 @@ def without_map(kind: type[PreTrainedModel]) -> dict[str, Any]:
 
 
 def rows_of(batches: Sequence[Batch]) -> list[list[int]]:
-    """The beginnings of the first documents in the first rows of these batches; none where all is padding."""
+    """The beginnings of the first documents in the first rows of these batches; none if everything is padding."""
     rows = ((ids, docs) for batch in batches for ids, docs in zip(batch.input_ids, batch.doc_ids, strict=True))
     begun = ((ids, docs) for ids, docs in rows if docs[0] >= 0)
     return [ids[docs == docs[0]][:TOKENS].tolist() for ids, docs in islice(begun, ROWS)]
 
 
 def random_rows(vocab_size: int) -> list[list[int]]:
-    """Rows for a model whose data are not at hand, always the same."""
+    """Rows for a model without access to its data; always the same."""
     generator = torch.Generator().manual_seed(0)
     rows: list[list[int]] = torch.randint(vocab_size, (ROWS, TOKENS), generator=generator).tolist()
     return rows
@@ -186,9 +187,9 @@ def sequence_logits(model: Model, ids: Sequence[int]) -> Tensor:
 
 
 def check_logits(got: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> list[list[int]]:
-    """The most probable token after each of each row's, by the expected logits, [tokens, V] for each row.
+    """The most probable token after each token of each row, by the expected logits, [tokens, V] for each row.
 
-    Raises ModelError that names `what` for logits further apart than 1e-4 of their scale.
+    Raises ModelError that names `what` if logits differ by more than 1e-4 of their scale.
     """
     for row, ours in zip(got, expected, strict=True):
         error, limit = (row - ours).abs().max().item(), 1e-4 * max(1.0, ours.abs().max().item())

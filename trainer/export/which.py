@@ -1,4 +1,4 @@
-"""Which model a folder or a name means: a run's export or checkpoint, an adapter, any Hugging Face folder."""
+"""Finds the model for a folder or a name: a run's export or checkpoint, an adapter, any Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trainer.schema import ADAPTER_DIR, CHECKPOINTS_DIR, EXPORT_DIR
 from trainer.typed import InvalidData, read_json
 
 RESULTS = Path("results")
-"""Where `deploy.py` brings what a job has made, below the project's folder."""
+"""The folder for `deploy.py`'s results of jobs, below the project's folder."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Meant:
-    """One of three: a model of transformers (a folder or a Hub's name), an adapter's folder, a checkpoint."""
+    """One of three: a model of transformers (a folder or a name on the Hub), an adapter's folder, a checkpoint."""
 
     model: str | None = None
     adapter: Path | None = None
@@ -32,13 +32,13 @@ class Meant:
 
 @dataclass(frozen=True)
 class OverBase:
-    """Of an adapter_config.json, the model that the adapter is of."""
+    """The adapter's base model, from an adapter_config.json."""
 
     base_model_name_or_path: str | None = None
 
 
 def find_model(said: str, step: str | None) -> Meant:
-    """What `said` means; `step`: of a run's checkpoints this one. ModelError that says what is there."""
+    """The model for `said`. `step`: chooses one of a run's checkpoints. Raises ModelError if there is none."""
     folder = expanded(said)
     if not folder.is_dir() and (RESULTS / said).is_dir():  # a job's id
         folder = RESULTS / said
@@ -71,7 +71,8 @@ def _near(folder: Path) -> str:
 
 
 def base_of(adapter: Path, given: str | None) -> str:
-    """The model that an adapter is of: `given`, else what the adapter says. ModelError for one that is not here."""
+    """An adapter's base model: `given`, else the one in the adapter's config. Raises ModelError if its folder is
+    missing."""
     name = given
     if name is None:
         try:

@@ -1,6 +1,6 @@
-"""What NCCL's and gloo's error texts mean, and what to do: a table of texts that people have met; this rank's facts.
+"""Explains NCCL's and gloo's error texts, with advice, by a table of known texts; collects this rank's settings.
 
-The texts are those of NCCL 2.18-2.27, gloo and torch 2.1-2.13, as public issue threads show them.
+The texts are those of NCCL 2.18-2.27, gloo and torch 2.1-2.13, as found in public issue threads.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ SIGNS = re.compile(
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why ranks could not talk to each other, with the numbers of the text, and what to do."""
+    """Why ranks could not communicate, with the text's numbers, and what to do."""
 
     cause: str
     advice: str
     is_lost_peer: bool = False
-    """Whether a connection to another rank broke, which mostly ended it: that one has the reason."""
+    """Whether a connection to another rank broke, usually because that rank ended: its log has the reason."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """A text that a pattern finds; its groups fill the cause."""
+    """A known error text: its pattern, whose groups fill the cause."""
 
     pattern: str
     cause: str
@@ -140,7 +140,7 @@ def is_comm_error(message: str) -> bool:
 
 
 def explain(message: str) -> Explanation | None:
-    """The first known text in a message, the telling ones before the general; None when there is none."""
+    """The first known text in a message, specific ones before general ones; None if there is none."""
     if not is_comm_error(message):
         return None
     for known in KNOWN:
@@ -151,7 +151,7 @@ def explain(message: str) -> Explanation | None:
 
 
 def comm_facts(environ: Mapping[str, str] | None = None) -> list[str]:
-    """What decides how this rank talks: its GPU, the interfaces of this host, the settings in force. One line each."""
+    """What affects this rank's communication: its GPU, the host's interfaces, the settings. One line each."""
     environ = os.environ if environ is None else environ
     settings = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith(("NCCL_", "GLOO_"))]
     facts = [f"interfaces: {', '.join(read_interfaces()) or 'none'}"]
@@ -160,7 +160,7 @@ def comm_facts(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def read_interfaces() -> list[str]:
-    """`eth0 10.0.0.5` for each interface of this host; without the address where there is none."""
+    """`eth0 10.0.0.5` for each interface of this host; only the name if it has no address."""
     return [" ".join(part for part in (name, _address(name)) if part) for _, name in socket.if_nameindex()]
 
 

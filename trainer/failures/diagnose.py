@@ -1,4 +1,4 @@
-"""What a failing rank tells: one paragraph with a hint, and a file that says which rank of the node failed first."""
+"""A failing rank's report: one paragraph with a hint, and a file that records which rank of the node failed first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.typed import InvalidData, read_json
 from trainer.words import first_line
 
 FAILURE_FILE = "control/failure.json"
-"""In the run folder, by the first rank that fails: the others end quietly, for theirs are only consequences."""
+"""In the run folder, written by the first rank that fails. The others end silently: theirs are only consequences."""
 
 HINTS = (
     (
@@ -38,23 +38,23 @@ HINTS = (
 
 
 def hint_for(message: str) -> str:
-    """What to try, for the failures that people meet most; empty when we do not know."""
+    """What to try, for the most frequent failures; empty for others."""
     return next((hint for sign, hint in HINTS if sign in message), "")
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether the trainer raised this on purpose: its message says all, and a stack trace would only hide it."""
+    """Whether the trainer raised this on purpose: its message is complete, and a stack trace would only hide it."""
     return type(error).__module__.startswith("trainer.")
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a connection to another rank broke, which mostly ended it."""
+    """Whether a connection to another rank broke, usually because that rank ended."""
     known = explain(str(error))
     return known is not None and known.is_lost_peer
 
 
 def describe(error: BaseException) -> str:
-    """One paragraph: the fault, its place, and what to do."""
+    """One paragraph: the error, its place, and what to do."""
     if is_ours(error):
         return f"Error: {error if getattr(error, 'has_lines', False) else shown(error)}"
     if isinstance(error, KeyboardInterrupt):
@@ -66,7 +66,7 @@ def describe(error: BaseException) -> str:
     known, own = explain(message), first_line(error)
     if known is None:
         lines = [f"Error: {own}", f"  in {place_of(error)}"]
-    elif known.is_lost_peer:  # no fault of this rank
+    elif known.is_lost_peer:  # not an error of this rank
         lines = [f"Error: {known.cause}", f"  in {place_of(error)}: {own}"]
     else:
         lines = [f"Error: {own}", f"  in {place_of(error)}", f"cause: {known.cause}"]
@@ -86,15 +86,15 @@ def place_of(error: BaseException) -> str:
 
 
 def claim_failure(run_dir: Path, rank: int, message: str) -> bool:
-    """Whether this is the first rank of this start to fail; it then stands in FAILURE_FILE and in outcome.json."""
+    """Whether this is the first rank of this start to fail; if so, writes FAILURE_FILE and outcome.json."""
     path = run_dir / FAILURE_FILE
     if has_failed(run_dir):
         return False
-    with suppress(OSError):  # a full or read-only disk may be the very failure: then it is told without the files
+    with suppress(OSError):  # a full or read-only disk may be the cause: then report without the files
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".tmp_failure_{rank}.json")
         aside.write_text(json.dumps({"start": start_id(), "rank": rank, "message": message}))
-        with path.with_suffix(".lock").open("w") as lock:  # ranks that find the same mistake are here at the same time
+        with path.with_suffix(".lock").open("w") as lock:  # ranks that find the same error arrive at the same time
             fcntl.flock(lock, fcntl.LOCK_EX)
             if has_failed(run_dir):
                 aside.unlink()
@@ -113,13 +113,13 @@ def has_failed(run_dir: Path) -> bool:
 
 
 def start_id() -> str:
-    """The same for all ranks of one start by torchrun, and another for the next."""
+    """An ID that is equal for all ranks of one start by torchrun, and different for the next."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
     return ":".join(os.environ.get(name, str(os.getpid())) for name in names)
 
 
 def write_traceback(run_dir: Path, rank: int, error: BaseException) -> Path | None:
-    """Keep the whole stack trace in the run folder, and give its path; None when the disk does not take it."""
+    """Write the full stack trace into the run folder, and return its path; None if it cannot be written."""
     path = run_dir / f"traceback_rank_{rank}.txt"
     try:
         path.write_text("".join(traceback.format_exception(error)), errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""What the ranks tell of themselves once a second, and who is late, gone or silent judging by it. Pure."""
+"""The heartbeats that ranks post once a second, and the decision which ranks are late, gone or silent. No I/O."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from trainer.progress import SLOW_PHASES, Phase, render_place
 from trainer.typed import from_json, parse_json
 
 SILENT_S = 20.0
-"""A rank in its steps that posts nothing for this long is gone, or its node is."""
+"""A rank that posts nothing for this time during its steps is gone, or its node is."""
 GONE_S = 2.0
-"""How long an ended process of this machine has to be seen as done, or as failed with its own reason."""
+"""Seconds after a process on this machine has ended in which its normal end or its own failure may still be read."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One rank's word: who and where it is. `serial` rises with every beat, `count` when the rank gets on."""
+    """One rank's identity and progress. `serial` rises with every heartbeat, `count` with the rank's progress."""
 
     rank: int
     host: str
     machine: str
-    """Of processes that can see each other; `host` is what people call it."""
+    """Equal for processes that can see each other (`machine_id`); `host` is the name for messages."""
     pid: int
     serial: int
     step: int
     phase: Phase
     count: int
     waiting: bool
-    """Whether it is inside a call of torch.distributed: it may be waiting for another rank."""
+    """Whether it is inside a call of torch.distributed, and so may be waiting for another rank."""
     where: str
     """File, line and function of its main thread."""
 
@@ -48,15 +48,15 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class RankView:
-    """A rank's last beat as one observer has it: seconds since the last new beat, since the rank last got on, and
-    since its process was found ended (None: it lives, or runs on another machine)."""
+    """A rank's last heartbeat as one observer sees it: seconds since the last new heartbeat, since the rank's last
+    progress, and since its process was found ended (None: it is running, or is on another machine)."""
 
     beat: Heartbeat
     silent_s: float
     still_s: float
     ended_s: float | None = None
     alive_here: bool = False
-    """Its process is on this machine and lives, though it may hold the interpreter so that it cannot post."""
+    """Its process is on this machine and running, but may be unable to post because it holds the interpreter."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,10 @@ class Verdict:
 
 
 def judge(seen: Sequence[RankView], *, timeout_s: float, slow_timeout_s: float) -> Verdict | None:
-    """The verdict on what was seen of all ranks; None while all is well.
+    """The verdict on all ranks; None while there is no failure.
 
-    `timeout_s`: how long no rank may get on in its steps; `slow_timeout_s`: while one saves, exports or prepares.
+    `timeout_s`: seconds without progress of any rank during steps; `slow_timeout_s`: while one saves, exports or
+    prepares.
     """
     running = [one for one in seen if one.beat.phase != "done"]
     return _gone(running) or _silent(running, slow_timeout_s) or _late(running, timeout_s, slow_timeout_s)
@@ -97,7 +98,7 @@ def _gone(running: Sequence[RankView]) -> Verdict | None:
 
 
 def _silent(running: Sequence[RankView], slow_timeout_s: float) -> Verdict | None:
-    """A rank of another machine that says nothing; reading or writing files may hold the interpreter for long."""
+    """Ranks on other machines that post nothing. In slow phases reading or writing files may block a rank for long."""
 
     def limit(one: RankView) -> float:
         return slow_timeout_s if one.beat.phase in SLOW_PHASES else SILENT_S
@@ -126,16 +127,17 @@ def _late(running: Sequence[RankView], timeout_s: float, slow_timeout_s: float) 
 
 
 def late_ranks(beats: Sequence[Heartbeat]) -> list[Heartbeat]:
-    """The ranks that the others wait for: least far on, and of those the ones that do not wait themselves."""
+    """The ranks that the others wait for: those with the least progress, and of these the ones that do not wait
+    themselves."""
     behind = [beat for beat in beats if beat.count == min(beat.count for beat in beats)]
     return [beat for beat in behind if not beat.waiting] or behind
 
 
 class Observer:
-    """Remembers when each rank's beats last changed, by this process's own clock."""
+    """Records when each rank's heartbeats last changed, by this process's clock."""
 
     def __init__(self, world_size: int, *, ended: Callable[[Heartbeat], bool | None]) -> None:
-        """`ended`: whether a beat's process has ended; None when it runs on another machine."""
+        """`ended`: whether a heartbeat's process has ended; returns None if it runs on another machine."""
         self._world_size = world_size
         self._ended = ended
         self._beats: dict[int, Heartbeat] = {}
@@ -158,7 +160,7 @@ class Observer:
             times.update({rank: at + seconds for rank, at in times.items()})
 
     def seen(self, now: float) -> list[RankView]:
-        """Everything known; empty until every rank was heard once."""
+        """The views of all ranks; empty until every rank has posted once."""
         if len(self._beats) < self._world_size:
             return []
         return [self._see(beat, now) for _, beat in sorted(self._beats.items())]

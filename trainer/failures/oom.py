@@ -1,4 +1,5 @@
-"""A GPU that is out of memory, told with figures: what was asked for, what holds the rest, and what saves how much."""
+"""Reports a GPU that is out of memory, with numbers: what was requested, what uses the rest, and what would save
+memory."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from trainer.words import render_bytes
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 FRAGMENTED_SHARE, FRAGMENTED_BYTES = 0.1, 2**30
-"""So much of a GPU's memory, or so many bytes that would do, reserved in pieces are worth another allocator."""
+"""The message recommends another allocator setting if more than this share of a GPU's memory is reserved in pieces, or
+if the pieces would be enough for the request and have at least this many bytes."""
 OTHERS_BYTES = 2**29
 """If other processes use more of the GPU's memory than this (more than the driver itself takes), the message names
 them."""
@@ -27,14 +29,14 @@ SHOWN_SAVINGS = 4
 
 
 class OutOfMemory(Exception):
-    """A GPU's memory does not hold what the run asks of it; the message says what would make room."""
+    """A GPU has too little memory for the run; the message names ways to need less."""
 
     has_lines = True
 
 
 @dataclass(frozen=True)
 class OomFacts:
-    """What torch's message says, in bytes; None for what it does not say."""
+    """The numbers in torch's message, in bytes; None if the message lacks one."""
 
     asked: int | None
     gpu: int | None
@@ -46,14 +48,14 @@ class OomFacts:
 
     @property
     def others(self) -> int:
-        """What other processes hold of this GPU."""
+        """Bytes that other processes use on this GPU."""
         if self.total is None or self.free is None or self.in_use is None:
             return 0
         return self.total - self.free - self.in_use
 
     @property
     def is_fragmented(self) -> bool:
-        """Whether enough is reserved, but in pieces."""
+        """Whether enough memory is reserved, but in pieces."""
         if self.in_pieces is None or self.total is None:
             return False
         enough = self.in_pieces >= max(self.asked or self.total, FRAGMENTED_BYTES)
@@ -61,7 +63,7 @@ class OomFacts:
 
 
 def parse_oom(message: str) -> OomFacts:
-    """The figures of a torch.OutOfMemoryError; torch has no attributes for them (its messages since 2.1)."""
+    """The numbers of a torch.OutOfMemoryError; torch has no attributes for them (messages of torch 2.1 and later)."""
     gpu = re.search(r"GPU (\d+) has a total", message)
     return OomFacts(
         asked=_size(r"Tried to allocate {}", message),
@@ -83,9 +85,9 @@ def _size(pattern: str, message: str) -> int | None:
 def oom_advice(
     config: Callable[[], Config], shape: Shape, dist: Dist, *, on_failure: Callable[[], str | None]
 ) -> Iterator[None]:
-    """Raise OutOfMemory, with advice for this run, for a torch.OutOfMemoryError from inside.
+    """Turn a torch.OutOfMemoryError from inside into OutOfMemory, with advice for this run.
 
-    `config`: gives the one in force. `on_failure`: called then; what it returns is told as well.
+    `config`: returns the current config. `on_failure`: called then; the message includes its result.
     """
     try:
         yield
@@ -100,7 +102,7 @@ def oom_advice(
 
 
 def render_oom(facts: OomFacts, *, where: str, estimate: int, savings: Sequence[Saving]) -> str:
-    """What happened with its figures, and below what to change, the most helpful first."""
+    """The failure with its numbers, then what to change, the most effective first."""
     name = "the GPU" if facts.gpu is None else f"GPU {facts.gpu}"
     asked = "" if facts.asked is None else f": {render_bytes(facts.asked)} were asked for"
     lines = [f"{name} is out of memory{asked}, {where}"]

@@ -1,7 +1,7 @@
-"""A thread of every rank that ends the run, with one message, when a rank hangs, ends early, fails or falls silent.
+"""A thread in every rank that ends the run, with one message, if a rank hangs, exits early, fails or stops responding.
 
-The ranks post where they are to torch's own store, over a connection of this thread's own, so that it works while the
-main thread hangs in a collective. Every rank judges for itself; the first verdict in the store is everybody's.
+The ranks post their progress to torch's store, over a separate connection of this thread, so that it works while the
+main thread hangs in a collective. Every rank judges separately; the first verdict in the store is valid for all.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from trainer.failures.heartbeat import SILENT_S, Heartbeat, Observer, Verdict, j
 from trainer.progress import Progress
 
 HANG_DIR = "hang"
-"""In the run folder: each rank's stacks at the moment of the verdict."""
+"""In the run folder: each rank's stacks at the time of the verdict."""
 STORE_TIMEOUT = timedelta(seconds=10)
 TELL_S, DUMP_S = 5.0, 3.0
-"""How long a rank waits for the message to be out, and for the others' stacks."""
+"""Seconds that a rank waits for the message to be printed, and for the other ranks' stacks."""
 FAILED_PEER_S = 5.0
-"""How long a rank goes on after another one failed, so that its own exception may come first."""
+"""Seconds that a rank continues after another one failed, so that its own exception can come first."""
 HINTS = {
     "late": "its stack is in {stacks}; a longer train.hang_timeout_s if it was only slow",
     "gone": "a call of exit in its code, or a signal: -9 is mostly the system's out-of-memory killer (dmesg tells)",
@@ -45,7 +45,7 @@ HINTS = {
 
 @dataclass(frozen=True)
 class Peers:
-    """Whom a watchdog watches, and how patiently."""
+    """The ranks that a watchdog watches, and its timeouts."""
 
     rank: int
     world_size: int
@@ -57,7 +57,7 @@ class Peers:
 
 @contextmanager
 def watching(dist: Dist, run_dir: Path, *, timeout_s: float) -> Iterator[Watchdog | None]:
-    """Watch over this rank and its peers until the block ends; nothing happens where `timeout_s` is 0."""
+    """Watch this rank and its peers until the block ends; does nothing if `timeout_s` is 0."""
     if timeout_s <= 0:
         yield None
         return
@@ -74,7 +74,7 @@ def watching(dist: Dist, run_dir: Path, *, timeout_s: float) -> Iterator[Watchdo
 
 
 class Watchdog:
-    """`start` and `stop` a thread that posts, listens and judges."""
+    """A thread that posts heartbeats, reads those of the others, and judges; see `start` and `stop`."""
 
     def __init__(self, store: torch_dist.Store, peers: Peers, progress: Progress) -> None:
         store.set_timeout(STORE_TIMEOUT)
@@ -94,19 +94,19 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell the others where this rank ended up, and watch no more."""
+        """Stop watching, and post this rank's last heartbeat for the others."""
         self._over.set()
         self._thread.join(STORE_TIMEOUT.total_seconds())
-        with suppress(RuntimeError):  # the others, and the store with them, may be gone by now
+        with suppress(RuntimeError):  # the other ranks, and the store with them, may be gone by now
             self._post()
 
     def tell_failure(self, message: str) -> None:
-        """Say to the other ranks that this one fails, and why; they end too."""
+        """Post to the other ranks that this one fails, and why; they end too."""
         with suppress(RuntimeError):
             self._store.set("failed", f"{self._peers.rank}\n{message}")
 
     def await_verdict(self, seconds: float) -> Verdict | None:
-        """What the ranks' words say about a connection that broke; None when they say nothing within `seconds`."""
+        """Wait for the verdict that explains a broken connection; None if there is none within `seconds`."""
         self._judged.wait(seconds)
         return self._verdict
 
@@ -114,7 +114,7 @@ class Watchdog:
         last = answered = time.monotonic()
         while not self._over.wait(self._peers.period_s):
             now = time.monotonic()
-            if now - last > 5 + self._peers.period_s:  # stopped or starved: nobody's silence can be told from ours
+            if now - last > 5 + self._peers.period_s:  # this process was stopped or starved: silence may be its own
                 self._observer.extend_deadlines(now - last)
                 answered += now - last
             last = now
@@ -165,7 +165,7 @@ class Watchdog:
         return [Heartbeat.decode(text.decode()) for text in self._store.multi_get(keys)]
 
     def _carry_out(self, mine: Verdict | None) -> None:
-        """Agree on one verdict, tell it once, leave the stacks behind and end this rank."""
+        """Agree on one verdict, report it once, write the stacks and end this rank."""
         token = f"{self._peers.rank}\n{mine.encode()}" if mine else ""
         won, _, text = (
             self._store.compare_set("verdict", "", token).decode() if mine else self._get("verdict")
@@ -178,7 +178,7 @@ class Watchdog:
         self._dump(loud=self._peers.rank in self._verdict.ranks and self._verdict.kind == "late")
         self._store.set(f"dumped/{self._peers.rank}", "1")
         self._await(["told"], TELL_S)
-        # nobody leaves before: a rank that goes wakes those that wait for it, and their stacks show it no more
+        # no rank exits before: its exit would wake the ranks that wait for it, and their stacks would not show the wait
         self._await([f"dumped/{rank}" for rank in range(self._peers.world_size)], DUMP_S)
         leave(1)
 
@@ -190,7 +190,7 @@ class Watchdog:
             write_error(f"[rank {self._peers.rank}] {message}")
 
     def _dump(self, *, loud: bool) -> None:
-        """All threads' stacks into the run folder, and into this rank's log if the others wait for it."""
+        """Write all threads' stacks into the run folder; with `loud` also into this rank's log."""
         with suppress(OSError):
             path = self._peers.run_dir / HANG_DIR / f"rank_{self._peers.rank}.txt"
             path.parent.mkdir(exist_ok=True)
@@ -201,7 +201,7 @@ class Watchdog:
                 write_error(f"[rank {self._peers.rank}] stacks of all threads:\n{path.read_text()}")
 
     def _follow(self, failure: str) -> None:
-        """End this rank after another one's failure; its words are repeated only where they are not read already."""
+        """End this rank after another one's failure. Repeats its message only if no rank has reported one."""
         rank, _, message = failure.partition("\n")
         if int(rank) == self._peers.rank:
             return
@@ -231,7 +231,7 @@ class Watchdog:
 
 
 def write_collectives(path: Path) -> None:
-    """The last collectives of this rank and how far each came, where torch records them (train.debug_distributed)."""
+    """Write this rank's last collectives and their states, if torch records them (train.debug_distributed)."""
     if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
         return
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
@@ -242,7 +242,7 @@ def write_collectives(path: Path) -> None:
 
 
 def leave(code: int) -> None:
-    """End this process at once: its main thread may never come back."""
+    """End this process at once, because its main thread may hang forever."""
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -250,7 +250,7 @@ def leave(code: int) -> None:
 
 
 def machine_id() -> str:
-    """The same for two processes that see each other's ids: host and process namespace."""
+    """Host and process namespace: equal for two processes that see each other's process IDs."""
     try:
         return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
@@ -258,7 +258,7 @@ def machine_id() -> str:
 
 
 def process_ended(beat: Heartbeat) -> bool | None:
-    """Whether the process that sent a beat has ended; None when that is another machine's business."""
+    """Whether the process that sent a heartbeat has ended; None if it runs on another machine."""
     if beat.machine != machine_id():
         return None
     with suppress(OSError):
@@ -274,12 +274,12 @@ _LIBRARIES = (sysconfig.get_paths()["stdlib"], f"{os.sep}site-packages{os.sep}")
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Whether the innermost call is one of torch.distributed."""
+    """Whether the innermost call is in torch.distributed."""
     return frame is not None and f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename
 
 
 def place_of(frame: FrameType | None) -> str:
-    """`FILE:LINE (FUNCTION)` of the innermost line that is no library's, else of the innermost."""
+    """`FILE:LINE (FUNCTION)` of the innermost line outside libraries, else of the innermost line."""
     innermost = frame
     while frame is not None and any(part in frame.f_code.co_filename for part in _LIBRARIES):
         frame = frame.f_back

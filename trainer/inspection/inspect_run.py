@@ -1,6 +1,6 @@
-"""What a run would do, found out in one process on the CPU: its data, its plan, its memory, its schedule.
+"""Inspects a planned run in one process on the CPU: its data, its plan, its memory, its schedule.
 
-No weights are read and none are made: the model stays on the meta device, planned for the configured number of ranks.
+No weights are read or created: the model stays on the meta device, planned for the configured number of ranks.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ DEFAULT_CARD_GIB = 80
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long the run is, and its learning rate."""
+    """The length of the run, and its learning rate."""
 
     steps: int
     warmup_steps: int
     rows_per_step: int
     epochs: float | None
-    """None: a stream, whose length is not known."""
+    """None for a stream, because its length is not known."""
     tokens: int
-    """That the model sees in all, without padding, as its first epoch has them."""
+    """Tokens that the model sees in total, without padding, estimated from its first epoch."""
     lr_first: float
     lr_peak: float
     lr_last: float
@@ -63,7 +63,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Inspection:
-    """All that is known before the first step."""
+    """Everything that is known before the first step."""
 
     samples: list[Sample]
     data: DataReport
@@ -71,11 +71,11 @@ class Inspection:
     plan: WrapPlan
     """For the configured number of ranks."""
     float8: str | None
-    """Whether products are in float8, as far as is known without the run's GPUs; None: not asked for."""
+    """Whether products are in float8, as far as is known without the run's GPUs; None: not requested."""
     memory: MemoryEstimate
-    """With the plan for memory that is chosen."""
+    """With the chosen plan for memory."""
     plans: Choice | None
-    """For a card of the given size; None: nothing is chosen (on the CPU, or with parallel.memory manual)."""
+    """For a card of the given size; None: no plan is chosen (on the CPU, or with parallel.memory manual)."""
     savings: list[Saving]
     schedule: Schedule
     rates: list[str]
@@ -86,10 +86,10 @@ class Inspection:
 def inspect_run(
     config: Config, *, samples: int, card_gib: float | None = None, recipe: Recipe | None = None
 ) -> Inspection:
-    """Look at a run as configured. Raises ConfigError, DataError and ModelError as the run itself would.
+    """Inspect a run as configured. Raises ConfigError, DataError and ModelError as the run itself would.
 
-    `card_gib`: memory of a GPU that it is to fit into; None: of the first one here, else 80. `recipe`: None for the
-    one that the config names.
+    `card_gib`: memory of the GPU into which the run must fit; None: that of this machine's first GPU, else 80.
+    `recipe`: None for the config's recipe.
     """
     settle_offline(config)
     quiet_transformers()
@@ -105,7 +105,7 @@ def inspect_run(
     model = build_model(config, shape)
     plan = plan_wrapping(model, config, ranks.world_size)
     with (
-        TemporaryDirectory() as scratch,  # for the tokens, which a run keeps in its folder
+        TemporaryDirectory() as scratch,  # for the tokens, which a run stores in its folder
         closing(recipe.data(config, ranks, basis, run_dir=Path(scratch))) as data,
     ):
         shown = _samples(data, basis.tokenizer, samples)
@@ -145,7 +145,7 @@ def _card_bytes(card_gib: float | None) -> int:
 
 
 def _samples(data: Data, tokenizer: PreTrainedTokenizerFast, count: int) -> list[Sample]:
-    """The first rows of rank 0, from as many steps as it takes."""
+    """The first rows of rank 0, from as many steps as needed."""
     found: list[Sample] = []
     for step in range(data.train.total_steps):
         if len(found) == count:
@@ -161,7 +161,7 @@ def plan_schedule(config: Config, data: Data) -> Schedule:
     multiplier = lr_multiplier(config.optim, steps)
     peak = peak_learning_rate(config.optim, loader.global_batch_size)
     warmup = warmup_steps(config.optim, steps)
-    highest = min(warmup, steps - 1)  # it rises until there, and never again
+    highest = min(warmup, steps - 1)  # the rate rises until this step, and never after it
     tokens_per_row = report.tokens / max(1, report.packed_rows)
     return Schedule(
         steps=steps,

@@ -1,4 +1,4 @@
-"""Rows of a batch as text, cut where the label of the tokens changes: what the model is trained on, for people."""
+"""Rows of a batch as readable text, divided where the label of the tokens changes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Label(str, Enum):
-    """The part of a token in the loss."""
+    """The role of a token in the loss."""
 
     TARGET = "target"
     """Predicted from the tokens before it."""
     CONTEXT = "context"
-    """Seen, and masked from the loss."""
+    """Seen by the model, and masked from the loss."""
     PADDING = "padding"
     """Neither."""
 
@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def documents(self) -> int:
-        """How many documents share the row."""
+        """Number of documents in the row."""
         return len({piece.document for piece in self.pieces if piece.document >= 0})
 
 
@@ -80,13 +80,13 @@ def _pieces(
             text = (
                 "" if label == Label.PADDING else tokenizer.decode(ids[begin:end], clean_up_tokenization_spaces=False)
             )
-            assert isinstance(text, str)  # several only where several rows are given
+            assert isinstance(text, str)  # decode returns a list only for several rows
             yield Piece(label, document, end - begin, text)
             begin = end
 
 
 def _labels(labels: torch.Tensor, documents: torch.Tensor) -> list[Label]:
-    """The label of each token; that of a position in a Batch is about the token after it."""
+    """The label of each token; in a Batch, the label of a position is about the next token."""
     is_target = torch.cat([torch.tensor([False]), labels[:-1] != IGNORE]).tolist()
     return [
         Label.PADDING if document < 0 else Label.TARGET if target else Label.CONTEXT

@@ -1,4 +1,4 @@
-"""An inspection on a screen or as JSON. Text from the data never drives the terminal."""
+"""An inspection on a screen or as JSON. Control characters in the data never reach the terminal."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trainer.words import GIB, render_bytes
 
 SHOWN_SAVINGS = 4
 SHOWN_TOKENS = 1500
-"""Of one sample on a screen; JSON has all."""
+"""Tokens of one sample on a screen; JSON contains all."""
 
 STYLES = {Label.TARGET: "bold green", Label.CONTEXT: "dim", Label.PADDING: "blue"}
 BORDER_STYLE = "magenta"
 
 
 def print_inspection(inspection: Inspection, stream: IO[str]) -> None:
-    """All of it in sections; colours on a terminal, `[[target]]` marks elsewhere."""
+    """Print everything in sections; with colours on a terminal, else with `[[target]]` marks."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
     coloured = console.color_system is not None
     console.print(_legend(coloured))
@@ -54,7 +54,7 @@ def _sections(inspection: Inspection) -> Iterator[tuple[str, list[str]]]:
 
 
 def render_schedule(schedule: Schedule) -> list[str]:
-    """Two lines: how long, and the learning rates."""
+    """Two lines: the length, and the learning rates."""
     epochs = "an unknown part of a stream" if schedule.epochs is None else f"{schedule.epochs:.2f} epochs"
     rates = f"{schedule.lr_first:.3g} first, {schedule.lr_peak:.3g} at its peak, {schedule.lr_last:.3g} last"
     return [
@@ -111,7 +111,7 @@ def _render_piece(piece: Piece, *, coloured: bool) -> Text:
 
 
 def inspection_to_dict(inspection: Inspection) -> dict[str, Any]:
-    """The same as plain values; sizes in bytes."""
+    """The inspection as plain values; sizes in bytes."""
     plan, memory = inspection.plan, inspection.memory
     return {
         "samples": [

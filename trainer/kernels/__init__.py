@@ -1,1 +1,1 @@
-"""Triton kernels, each beside the plain torch code that computes the same where Triton is not."""
+"""Triton kernels, each with plain torch code that computes the same if Triton is not installed."""

@@ -1,7 +1,7 @@
-"""AdamW over moments that torchao keeps in 8 bits: one pass over each parameter reads, updates and writes everything.
+"""AdamW over torchao's 8-bit moments: one pass over each parameter reads, updates and writes everything.
 
 A moment is torchao's OptimState8bit: `codes` [of the parameter's shape, uint8], `scale` [values / 128, fp32] and `qmap`
-[256, fp32], the sorted values that codes stand for. Its rule for the nearest code is kept, ties included.
+[256, fp32], the sorted values of the codes. The kernel follows its rule for the nearest code, including ties.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if HAS_TRITON:
 BLOCK = 128
 """Values that share a scale."""
 ROWS = 8
-"""Blocks that a program updates."""
+"""Blocks that one program updates."""
 
 
 @torch.no_grad()
@@ -39,10 +39,10 @@ def adamw8bit_(
     found_inf: Tensor,
     grad_scale: Tensor | None = None,
 ) -> None:
-    """One AdamW step of fp32 parameters, in place, on one device; decoupled decay, as torch.optim.AdamW.
+    """One AdamW step of fp32 parameters, in place, on one device; decoupled decay, as in torch.optim.AdamW.
 
-    `steps`: fp32 scalars, how many steps there are with this one. `lr`: a scalar on the host. `found_inf`: where it is
-    1, no bit of parameters and moments changes. `grad_scale`: what gradients are divided by. Nobody waits for either.
+    `steps`: fp32 scalars, the number of steps including this one. `lr`: a scalar on the host. `found_inf`: if it is 1,
+    no bit of parameters and moments changes. `grad_scale`: the divisor of gradients. The host waits for neither.
     """
     if not parameters:
         return
@@ -66,7 +66,7 @@ def adamw8bit_(
             )
         return
     rates = [lr.item() / one, 1.0 / two]
-    rates_n4 = torch.stack(rates * 2, dim=1)  # rows of 16 bytes, for Triton makes another kernel of unaligned pointers
+    rates_n4 = torch.stack(rates * 2, dim=1)  # rows of 16 bytes: Triton compiles another kernel for unaligned pointers
     divisor = torch.ones_like(found_inf) if grad_scale is None else grad_scale
     decay = lr.item() * weight_decay
     for index, (parameter, grad, exp_avg, exp_avg_sq) in enumerate(each):
@@ -93,12 +93,12 @@ def step_in_torch_(
     eps: float,
     skip: Tensor,
 ) -> None:
-    """The kernel's twin: torchao's own arithmetic. A moment may also be a plain fp32 tensor."""
+    """The same as the kernel, in torchao's arithmetic. A moment may also be a plain fp32 tensor."""
     values = [parameter, *_stored(exp_avg), *_stored(exp_avg_sq)]
     before = [value.clone() for value in values]
     first = _plain(exp_avg).lerp(grad, 1 - beta1)
     second = _plain(exp_avg_sq).lerp(grad.square(), 1 - beta2)
-    exp_avg.copy_(first)  # quantises
+    exp_avg.copy_(first)  # quantises if it is 8-bit
     exp_avg_sq.copy_(second)
     decayed = parameter - lr * weight_decay * parameter
     parameter.copy_(decayed - lr * (first / correction1) / (second.sqrt() / correction2_sqrt + eps))

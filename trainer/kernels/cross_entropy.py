@@ -1,6 +1,6 @@
-"""Softmax cross entropy and its gradient, in place over a chunk of logits: no second matrix of logits, none in fp32.
+"""Softmax cross entropy and its gradient, in place in a chunk of logits: without a second matrix, or one in fp32.
 
-Shapes: N positions, V vocabulary. Softmax and loss are fp32 whatever the logits' dtype.
+Shapes: N positions, V vocabulary. Softmax and loss are fp32 for any dtype of the logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if HAS_TRITON:
     from trainer.kernels import triton_cross_entropy as kernels
 
 BLOCK = 8192
-"""Columns that a program holds at a time."""
+"""Columns that a program holds at the same time."""
 
 
 def softmax_gradient_(logits_nv: Tensor, labels_n: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def softmax_gradient_(logits_nv: Tensor, labels_n: Tensor) -> Tensor:
 
 
 def softmax_gradient_in_torch_(logits_nv: Tensor, labels_n: Tensor) -> Tensor:
-    """The kernel's twin."""
+    """The same as the kernel, in plain torch."""
     is_target = labels_n != IGNORE
     index = labels_n.where(is_target, 0).unsqueeze(1)
     logprobs = logits_nv.log_softmax(-1, dtype=torch.float32)
@@ -48,14 +48,14 @@ def softmax_gradient_in_torch_(logits_nv: Tensor, labels_n: Tensor) -> Tensor:
 
 
 def cross_entropy_sum(logits_nv: Tensor, labels_n: Tensor) -> Tensor:
-    """The summed cross entropy alone, a fp32 scalar; the logits are used up."""
+    """Only the summed cross entropy, a fp32 scalar; may overwrite the logits."""
     if uses_triton(logits_nv):
         return softmax_gradient_(logits_nv, labels_n)
     return F.cross_entropy(logits_nv.float(), labels_n, ignore_index=IGNORE, reduction="sum")
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
-    """Multiply in place by a scalar on the device; where it is 1, as in a training step, nothing is read or written."""
+    """Multiply in place by a scalar on the device. If it is 1, as in a training step, the tensor is not touched."""
     if not (uses_triton(tensor) and tensor.is_contiguous()):
         return tensor.mul_(factor.to(tensor.dtype))
     size = tensor.numel()

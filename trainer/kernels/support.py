@@ -1,4 +1,4 @@
-"""Whether Triton's kernels, and so what torch.compile makes, can run on a device."""
+"""Whether Triton's kernels, and therefore torch.compile's, can run on a device."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton's interpreter runs kernels on CPU tensors: slow, and the same arithmetic."""
+"""Triton's interpreter runs kernels on CPU tensors: slowly, with the same arithmetic."""
 
 
 _given_up: list[str] = []
 
 
 def give_up_triton(reason: str) -> None:
-    """Run no kernel of Triton's in this process from now on, after one could not be made."""
+    """Run no Triton kernel in this process from now on, because one could not be compiled."""
     _given_up.append(reason)
 
 
 def why_no_triton(device: torch.device) -> str | None:
-    """Why Triton's kernels cannot run there; None when they can."""
+    """Why Triton's kernels cannot run on the device; None if they can."""
     return _given_up[0] if _given_up else _why_not(device)
 
 
@@ -40,5 +40,5 @@ def _why_not(device: torch.device) -> str | None:
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether the kernels run for this tensor, or their twins in plain torch."""
+    """Whether this tensor goes through the kernels, and not through the plain torch code."""
     return HAS_TRITON and (INTERPRETED or why_no_triton(tensor.device) is None)

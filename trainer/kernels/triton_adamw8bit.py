@@ -1,6 +1,6 @@
-"""The kernel of `trainer.kernels.adamw8bit`; importable only where Triton is."""
+"""The kernel of `trainer.kernels.adamw8bit`; importable only with Triton."""
 
-# To mypy and Python these are plain functions; `tl.constexpr` marks what is known when a kernel is compiled.
+# To mypy and Python these are plain functions; `tl.constexpr` marks arguments that are known at compile time.
 
 import triton
 import triton.language as tl
@@ -8,11 +8,11 @@ import triton.language as tl
 
 @triton.jit
 def nearest_code(x, qmap_ptr, SIGNED: tl.constexpr):
-    """torchao's code of each x in [-1, 1]: of the two values around it the nearer, the upper one at a tie.
+    """torchao's code of each x in [-1, 1]: the nearer of the two values around it, the upper one at a tie.
 
-    torchao searches the 256 values. Here the code is guessed from how they are laid out: the k-th of seven decades has
-    2^k values on each side of zero, or 2^(k+1) where all are positive, evenly spaced. The guess is off by one at most,
-    and three look-ups settle it: 3 scattered reads in place of 10.
+    torchao searches the 256 values. Here their layout gives a guess: the k-th of seven decades has 2^k values on each
+    side of zero, or 2^(k+1) if all are positive, evenly spaced. The guess is off by one at most, and three look-ups
+    correct it: 3 scattered reads instead of 10.
     """
     size = tl.abs(x)
     decade = tl.floor(tl.log2(tl.maximum(size, 1e-7)) * 0.30103) + 7.0
@@ -22,7 +22,7 @@ def nearest_code(x, qmap_ptr, SIGNED: tl.constexpr):
     place = (count - 1.0 + tl.minimum(tl.maximum(tl.floor(share), 0.0), count - 1.0)).to(tl.int32)
     guess = tl.where(x < 0.0, 126 - place, 128 + place) if SIGNED else place
     guess = tl.minimum(tl.maximum(guess, 1), 254)
-    here_ptr = qmap_ptr + guess  # one address for all three
+    here_ptr = qmap_ptr + guess  # one address for all three loads
     below, here, above = tl.load(here_ptr - 1), tl.load(here_ptr), tl.load(here_ptr + 1)
     up = x - here >= (above - here) * 0.5
     down = x - below < (here - below) * 0.5
@@ -34,7 +34,7 @@ def quantise(x, codes_ptr, places, inside, scale_ptr, rows, is_row, qmap_ptr, SI
     """Store blocks [ROWS, BLOCK] as codes and scales."""
     scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-12)
     tl.store(scale_ptr + rows, scale, mask=is_row)
-    code = nearest_code(x * (1.0 / scale)[:, None], qmap_ptr, SIGNED)  # a division a block, not a value
+    code = nearest_code(x * (1.0 / scale)[:, None], qmap_ptr, SIGNED)  # one division per block, not per value
     tl.store(codes_ptr + places, code.to(tl.uint8), mask=inside)
 
 
@@ -66,7 +66,7 @@ def step(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS blocks a program. `rates`: the learning rate over the first bias correction, one over the second's root."""
+    """ROWS blocks per program. `rates`: learning rate / first bias correction, and 1 / root of the second one."""
     if tl.load(found_inf_ptr) == 0.0:
         rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         is_row = rows < n_blocks

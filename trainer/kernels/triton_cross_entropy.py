@@ -1,6 +1,6 @@
-"""The kernels of `trainer.kernels.cross_entropy`; importable only where Triton is."""
+"""The kernels of `trainer.kernels.cross_entropy`; importable only with Triton."""
 
-# To mypy and Python these are plain functions; `tl.constexpr` marks what is known when a kernel is compiled.
+# To mypy and Python these are plain functions; `tl.constexpr` marks arguments that are known at compile time.
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ import triton.language as tl
 def softmax_gradient(
     x_ptr, labels_ptr, losses_ptr, stride, n_cols: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A row a program: the maximum and the sum of exponentials in one pass, the gradient in the next."""
+    """One row per program: the maximum and the sum of exponentials in one pass, the gradient in the next."""
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * stride
     offsets = tl.arange(0, BLOCK)
@@ -21,7 +21,7 @@ def softmax_gradient(
             columns = start + offsets
             tl.store(x_row + columns, tl.zeros((BLOCK,), x_ptr.dtype.element_ty), mask=columns < n_cols)
     else:
-        # before the reductions, for behind them another warp may have written this place already
+        # load it before the reductions: after them another warp may already have overwritten it
         at_label = tl.load(x_row + label).to(tl.float32)
         highest = tl.full((BLOCK,), -1e30, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
@@ -43,7 +43,7 @@ def softmax_gradient(
 
 @triton.jit
 def scale(x_ptr, factor_ptr, size, BLOCK: tl.constexpr):
-    """Times a scalar; a scalar of 1 costs one load a program."""
+    """Multiply by a scalar; a scalar of 1 costs one load per program."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -1,1 +1,1 @@
-"""How a run is made to fit into its GPUs: what it takes, estimated and purely, and the plan that takes few enough."""
+"""Fits a run into its GPUs: estimates its memory without running it, and chooses a plan that fits."""

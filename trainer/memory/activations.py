@@ -1,7 +1,7 @@
 """Bytes that autograd keeps between the forward and the backward pass of one micro-batch, for any model.
 
-What a block keeps, the model itself says (`Model.block_memory`); what of that is computed again is decided here, and by
-the compiler's partitioner (`trainer.parallel.partition`).
+The model gives the bytes that a block keeps (`Model.block_memory`). This module, and the compiler's partitioner
+(`trainer.parallel.partition`), decide which of them are computed again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from trainer.schema import Config, ParallelConfig
 
 @dataclass(frozen=True)
 class Kernels:
-    """What runs on the device, as far as bytes go."""
+    """The properties of a device's kernels that decide bytes."""
 
     triton: bool
-    """Packed attention without a dense mask, and a loss without logits in fp32."""
+    """Whether packed attention needs no dense mask, and the loss no logits in fp32."""
     compiled: bool
 
     @classmethod
     def assumed(cls, config: Config) -> Kernels:
-        """Of the machine that the config is for, which may be another one: a GPU has Triton."""
+        """The kernels of the machine that the config is for, maybe not this one: assumes that a GPU has Triton."""
         return cls(config.target.device != "cpu", is_compiled(config))
 
     @classmethod
@@ -42,21 +42,21 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch. `kept` and `casts` are there when the forward pass ends."""
+    """Bytes of one micro-batch. `kept` and `casts` exist when the forward pass ends."""
 
     kept: int
     casts: int
-    """Of the blocks' weights, where no FSDP gathers them cast."""
+    """Casts of the blocks' weights, if FSDP does not gather them already cast."""
     backward: int
-    """What the last block's backward pass adds: what it computes again, and gradients of what it computed."""
+    """Added by the last block's backward pass: recomputed values, and gradients of its values."""
     loss: int
-    """What the head and its loss add before it: a chunk of logits, and the head's gradient while it is summed."""
+    """Added before that by the head and its loss: a chunk of logits, and the head's gradient while it is summed."""
     head_gradient: int
-    """What stays of that until the head's gradient is reduced or stored."""
+    """The part of `loss` that stays until the head's gradient is reduced or stored."""
 
 
 def count_activations(model: Model, config: Config, kernels: Kernels, *, gathered: bool) -> Activations:
-    """The activations of a micro-batch. `gathered`: by FSDP, which casts the weights then."""
+    """The activations of a micro-batch. `gathered`: whether FSDP gathers the weights, which also casts them."""
     micro = Micro.of(config, triton=kernels.triton, compiled=kernels.compiled, gathered=gathered)
     outer = model.outer_memory(micro)
     batch = 5 * 8 * micro.n
@@ -65,7 +65,7 @@ def count_activations(model: Model, config: Config, kernels: Kernels, *, gathere
 
 
 def _all_blocks(model: Model, config: Config, micro: Micro) -> tuple[int, int, int]:
-    """Kept, casts kept, and what the backward pass of the dearest block adds."""
+    """Bytes kept, bytes of casts kept, and the bytes that the backward pass of the largest block adds."""
     first, every = _first_trained(model), config.parallel.checkpoint_every
     kept = casts = backward = 0
     for number, block in enumerate(model.blocks):
@@ -81,7 +81,8 @@ def _all_blocks(model: Model, config: Config, micro: Micro) -> tuple[int, int, i
 
 
 def _compiled(said: BlockMemory, config: Config, micro: Micro, mode: str) -> Kept:
-    """Its input, and what the partitioner keeps; selective checkpointing tells that what to keep."""
+    """Bytes of a compiled block: its input, and the values that the partitioner keeps. With selective checkpointing the
+    kept values are fixed."""
     budget = {"budget": config.parallel.activation_budget, "full": 0.0}.get(mode, 1.0)
     found = kept_by(said, budget)
     if mode == "selective":
@@ -97,10 +98,10 @@ def _eager(block: nn.Module, said: BlockMemory, micro: Micro, mode: str) -> Kept
 
 
 def _first_trained(model: Model) -> int:
-    """The first block whose output depends on something that trains: what comes before needs no backward pass."""
+    """The first block whose output depends on a trained parameter: blocks before it need no backward pass."""
     owner = {id(p): number for number, block in enumerate(model.blocks) for p in block.parameters()}
     seen = False
-    for parameter in model.parameters():  # as they run
+    for parameter in model.parameters():  # in the order in which they run
         number = owner.get(id(parameter))
         seen = seen or number is not None
         if parameter.requires_grad:

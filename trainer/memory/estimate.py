@@ -1,8 +1,8 @@
-"""How many bytes a run takes on each rank, told before it starts, and what would lower them.
+"""Estimates the bytes that a run takes on each rank before it starts, and the changes that would lower them.
 
-Parameters, gradients and optimizer state are exact. Activations are what autograd saves for the backward pass of one
-micro-batch, counted from the shapes. Together they are what torch's allocator hands out at its peak, without CUDA's own
-context (about 0.5 GiB) and what the allocator leaves unused between blocks (5 to 10 %).
+Parameters, gradients and optimizer state are exact. Activations are the tensors that autograd saves for the backward
+pass of one micro-batch, counted from the shapes. The sum is the peak of torch's allocated memory, without CUDA's
+context (about 0.5 GiB) and the allocator's unused memory between blocks (5 to 10 %).
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ from trainer.schema import Config
 from trainer.words import render_bytes
 
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary", "communication")
-"""Of an estimate, in the order in which it is shown; not all of them are there at the same time."""
+"""The parts of an estimate, in the order of display; they do not all exist at the same time."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the device of the rank that holds most, at the peak of a step."""
+    """Bytes on the device at the peak of a step, of the rank that needs most."""
 
     parameters: int
     """As stored: the rank's shard under FSDP."""
     gradients: int
-    """As the optimizer reads them; with accumulation under FSDP the whole ones that wait for the last micro-batch: the
-    shards come as these go."""
+    """As the optimizer reads them. With accumulation under FSDP: the unsharded ones that wait for the last micro-batch;
+    they are freed while the shards are created."""
     optimizer: int
     gathered: int
-    """Parameters in the dtype of the products: what FSDP gathers, or the casts that autograd keeps."""
+    """Parameters in the dtype of the products: gathered by FSDP, or casts that autograd keeps."""
     activations: int
-    """What is saved for the backward pass of one micro-batch."""
+    """Saved for the backward pass of one micro-batch."""
     temporary: int
-    """On top of that, the larger of what the head's loss takes (a chunk of logits, the head's gradient) and what the
-    backward pass of one block takes (what it computes again, gradients of its values)."""
+    """In addition, the larger of two: the head's loss (a chunk of logits, the head's gradient), or the backward pass of
+    one block (recomputed values, gradients of its values)."""
     communication: int
     """Buffers of collectives."""
     offloaded: int = 0
-    """On the CPU instead, and in no sum: parameters, gradients and optimizer state with `parallel.cpu_offload`."""
+    """On the CPU instead: parameters, gradients and optimizer state with `parallel.cpu_offload`. In no sum."""
     accumulates: bool = False
-    """Whether a step has several forwards, so that gradients are there while activations are."""
+    """Whether a step has several forwards, so that gradients and activations exist at the same time."""
 
     @property
     def total(self) -> int:
-        """In a step of one forward the gradients come as the activations go: the larger of the two counts."""
+        """The peak in bytes. In a step of one forward, gradients are created while activations are freed: the larger of
+        the two counts."""
         batch = self.activations + self.temporary
         moving = batch + self.gradients if self.accumulates else max(batch, self.gradients)
         return self.parameters + self.optimizer + self.gathered + self.communication + moving
@@ -66,9 +67,9 @@ class MemoryEstimate:
 
 
 def estimate_memory(shape: Shape, config: Config, *, world_size: int, kernels: Kernels | None = None) -> MemoryEstimate:
-    """What each of `world_size` ranks takes at its peak, with the adapters and the frozen parameters of the config.
+    """The peak of each of `world_size` ranks, with the adapters and the frozen parameters of the config.
 
-    `kernels`: those of the device; None: those that the config's machine is likely to have.
+    `kernels`: those of the device; None: those that the config's machine is assumed to have.
     """
     model = build_model(config, shape)
     plan = plan_wrapping(model, config, world_size)
@@ -93,10 +94,10 @@ def estimate_memory(shape: Shape, config: Config, *, world_size: int, kernels: K
 
 
 def _buffer_bytes(plan: WrapPlan, *, kept: int, temporary: int) -> int:
-    """The largest buffer of a group's gather and of its gradients' reduction, beyond what is gone by then.
+    """The largest buffer of a group's gather and of its gradients' reduction, minus memory that is freed by then.
 
-    The root and an embedding are reduced when the activations are gone; an own head is gathered before the loss has
-    its logits, and reduced after.
+    The root and an embedding are reduced when the activations are freed. A separate head is gathered before the loss
+    computes its logits, and reduced after it.
     """
     if plan.backend != "fsdp":
         return 0
@@ -111,7 +112,7 @@ def _buffer_bytes(plan: WrapPlan, *, kept: int, temporary: int) -> int:
     return max(0, *map(size, plan.groups))
 
 
-# --- what would lower it ----------------------------------------------------------------------------------------------
+# --- changes that lower the estimate ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Saving:
     """As an override: `train.micro_batch_size=2`."""
     size: int
     note: str = ""
-    """What it costs, or what goes with it."""
+    """Its cost, or a related change."""
 
     def render(self) -> str:
         """`train.micro_batch_size=2 saves 1.25 GiB`, with the note."""
@@ -130,7 +131,7 @@ class Saving:
 
 
 def savings(shape: Shape, config: Config, *, world_size: int) -> list[Saving]:
-    """Single changes that lower the estimate, the most helpful first; none that is in use already."""
+    """Single changes that lower the estimate, the largest saving first; without changes that the config already has."""
     now = estimate_memory(shape, config, world_size=world_size).total
     found = []
     for change, changed, ranks, note in _changes(config, world_size):
@@ -140,7 +141,7 @@ def savings(shape: Shape, config: Config, *, world_size: int) -> list[Saving]:
 
 
 def _changes(config: Config, world_size: int) -> Iterator[tuple[str, Config, int, str]]:
-    """Each change as an override, the config with it, the ranks then, and a note."""
+    """Each change as an override, the changed config, its number of ranks, and a note."""
     yield from _smaller_batches(config, world_size)
     parallel, optim = config.parallel, config.optim
     if recompute_mode(parallel) != "full":
@@ -186,7 +187,7 @@ def _freed_copies(config: Config, world_size: int) -> Iterator[tuple[str, Config
 
 
 def _other_spreads(config: Config, world_size: int) -> Iterator[tuple[str, Config, int, str]]:
-    """More ranks, and the CPU's memory."""
+    """Changes that use more ranks, or the CPU's memory."""
     parallel, target = config.parallel, config.target
     sharded = target.train_backend == "fsdp" or (target.train_backend == "auto" and world_size > 1)
     if parallel.dp_replicate is None and parallel.sharding_strategy != "NO_SHARD":

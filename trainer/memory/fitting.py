@@ -1,4 +1,4 @@
-"""How a run is made to fit into its GPUs: what is free, which plan is taken, and which plans have failed before."""
+"""Fits a run into its GPUs: measures free memory, chooses a plan, and records plans that have failed."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ SHOWN_SAVINGS = 4
 
 @dataclass(frozen=True)
 class Fit:
-    """A config with nothing left open about memory."""
+    """A config in which all memory settings are decided."""
 
     config: Config
     choice: Choice | None = None
-    """None: nothing is chosen here."""
+    """None: no plan is chosen."""
     lines: list[str] = field(default_factory=list)
-    """What to tell before the first step."""
+    """Lines to print before the first step."""
 
 
 def fit_memory(config: Config, shape: Shape, run_dir: Path, dist: Dist) -> Fit:
-    """The config with the plan in it that fits into the fullest GPU; every rank calls this.
+    """The config with the plan that fits into the GPU with the least free memory; every rank must call this.
 
-    On the CPU, and with `parallel.memory` manual, the config as it is.
+    On the CPU, and with `parallel.memory` manual, the config is unchanged.
     """
     if dist.device.type != "cuda" or config.parallel.memory == "manual":
         return Fit(config)
@@ -53,10 +53,10 @@ def fit_memory(config: Config, shape: Shape, run_dir: Path, dist: Dist) -> Fit:
 
 
 class MemoryKeeper:
-    """The plan in force, what follows it, and the note of it in the run folder."""
+    """The current plan, the next one, and the record of failed plans in the run folder."""
 
     def __init__(self, config: Config, shape: Shape, run_dir: Path, dist: Dist) -> None:
-        """Every rank calls this; see `fit_memory`."""
+        """Every rank must call this; see `fit_memory`."""
         self.given, self._shape, self._run_dir, self._dist = config, shape, run_dir, dist
         self.fit = fit_memory(config, shape, run_dir, dist)
         self._note()
@@ -67,8 +67,8 @@ class MemoryKeeper:
         return self.fit.config
 
     def take_next(self) -> Config | None:
-        """The next plan, in this process, after the one in force has failed; None where there is none, or where it
-        would store the model elsewhere."""
+        """Switch to the next plan in this process after the current one has failed. None if there is none, or if it
+        would move the model's storage between GPU and CPU."""
         choice = self.fit.choice
         following = None if choice is None else choice.following
         if choice is None or following is None or following.chosen.plan.cpu_offload != choice.chosen.plan.cpu_offload:
@@ -78,13 +78,13 @@ class MemoryKeeper:
         return self.config
 
     def choose_again(self, config: Config) -> Config:
-        """The plan for a config that has changed meanwhile; every rank calls this."""
+        """Choose the plan for a config that has changed; every rank must call this."""
         self.given = config
         self.fit = fit_memory(config, self._shape, self._run_dir, self._dist)
         return self.config
 
     def record_failure(self) -> str | None:
-        """Note that the plan in force has run out of memory, and say what the next start does; None: there is none."""
+        """Record that the current plan has run out of memory. Returns a text about the next start; None: no plan."""
         choice = self.fit.choice
         if choice is None:
             return None
@@ -104,7 +104,7 @@ class MemoryKeeper:
     def _note(self) -> None:
         choice = self.fit.choice
         if choice is not None and self._dist.is_main:
-            with suppress(OSError):  # a disk that takes nothing is told of by what must be written
+            with suppress(OSError):  # a full disk is reported by the files that must be written
                 self._write(list(choice.failed))
 
     def _write(self, failed: list[str]) -> None:
@@ -123,7 +123,7 @@ def fit_into(
     kernels: Kernels | None = None,
     failed: Sequence[str] = (),
 ) -> Fit:
-    """The config with the first plan that fits into so many free bytes of each GPU; pure."""
+    """The config with the first plan that fits into `free` bytes of each GPU; pure."""
     kernels = kernels or Kernels.assumed(config)
 
     def needs(plan: MemoryPlan) -> int:
@@ -150,16 +150,16 @@ def planned(config: Config, plan: MemoryPlan) -> Config:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU, for this process: what nobody has, and what torch's allocator keeps without using it."""
+    """A GPU's free bytes for this process: unused by all processes, or reserved by torch's allocator without use."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-# --- what has failed --------------------------------------------------------------------------------------------------
+# --- failed plans -----------------------------------------------------------------------------------------------------
 
 
 def setting_of(config: Config, world_size: int) -> dict[str, Any]:
-    """What a plan's failure was about: with another batch, model or number of ranks it may well fit."""
+    """The settings for which a plan's failure counts: with another batch, model or number of ranks the plan may fit."""
     train, data = config.train, config.data
     return {
         "model": asdict(config.model),
@@ -177,7 +177,7 @@ def setting_of(config: Config, world_size: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Failures:
-    """What a run folder keeps of plans that did not fit: their names, and of which setting they were."""
+    """A run folder's record of plans that did not fit: their names and their setting."""
 
     setting: dict[str, Any]
     failed: tuple[str, ...]
@@ -190,5 +190,5 @@ def read_failed(run_dir: Path, config: Config, world_size: int) -> list[str]:
     except (OSError, InvalidData):
         return []
     now = json.loads(json.dumps(setting_of(config, world_size)))
-    then, _ = take_out(noted.setting, DROPPED)  # an earlier version noted every key of its schema
+    then, _ = take_out(noted.setting, DROPPED)  # an earlier version recorded every key of its schema
     return list(noted.failed) if then == now else []

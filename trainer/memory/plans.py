@@ -1,6 +1,7 @@
-"""The plan for memory: with how little recomputation a run fits into a GPU. Pure: estimates and bytes in, a choice out.
+"""The plan for memory: the least recomputation with which a run fits into a GPU. Pure: estimates and bytes in, a choice
+out.
 
-Plans are tried from the fastest to the smallest. What the config says itself stays as it is.
+Plans are tried from the fastest to the smallest. Keys that the config sets stay unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from trainer.schema import ParallelConfig
 from trainer.words import GIB, render_bytes
 
 MARGIN = 0.08
-"""Of a GPU's free memory: for CUDA's and NCCL's own, and what the allocator cannot use between its blocks."""
+"""Share of a GPU's free memory for CUDA, NCCL, and gaps between the allocator's blocks."""
 COMPILED_BUDGETS = (0.7, 0.5, 0.3, 0.0)
 """0.7: all products and attention are kept (0.6 of a block at the widths of today's models). 0: only a block's input,
 which costs less than computing all of it again (`full`), by 6 % of a step of 7B on H100."""
@@ -22,7 +23,7 @@ which costs less than computing all of it again (`full`), by 6 % of a step of 7B
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What is chosen for the keys of `parallel` that are about memory."""
+    """Values for the keys of `parallel` that concern memory."""
 
     activation_checkpointing: str
     activation_budget: float | None
@@ -30,7 +31,7 @@ class MemoryPlan:
     reduce_every_micro_batch: bool
     cpu_offload: bool
     keeps_gathered: bool = False
-    """FSDP: parameters stay gathered from a step's first forward to its last backward. False: as the config says."""
+    """FSDP: parameters stay gathered from a step's first forward to its last backward. False: as the config sets it."""
 
     def applied(self, options: ParallelConfig) -> ParallelConfig:
         """The section with the values of this plan."""
@@ -46,7 +47,7 @@ class MemoryPlan:
         return replace(options, **values)
 
     def render(self) -> str:
-        """`activation_checkpointing=budget (0.5), reduce_every_micro_batch`: its keys, switches where they are on."""
+        """`activation_checkpointing=budget (0.5), reduce_every_micro_batch`: its keys, and the switches that are on."""
         budget = "" if self.activation_budget is None else f" ({self.activation_budget:g})"
         words = [f"activation_checkpointing={self.activation_checkpointing}{budget}"]
         flags = {
@@ -67,13 +68,13 @@ class Priced:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan in force, among those that there were."""
+    """The chosen plan, and all plans that were possible."""
 
     priced: tuple[Priced, ...]
-    """All of them, the fastest first."""
+    """All possible plans, the fastest first."""
     index: int
     free: int
-    """Bytes of the fullest GPU that were free at the start."""
+    """Free bytes at the start, of the GPU with the fewest."""
     failed: tuple[str, ...] = ()
     """Plans that ran out of memory in this run folder, as `MemoryPlan.render` names them."""
 
@@ -87,7 +88,7 @@ class Choice:
 
     @property
     def following(self) -> Choice | None:
-        """The choice after this one has run out of memory; None when it is the last."""
+        """The next choice after this one has run out of memory; None if this is the last."""
         if self.index + 1 == len(self.priced):
             return None
         return replace(self, index=self.index + 1, failed=(*self.failed, self.chosen.plan.render()))
@@ -104,16 +105,17 @@ class Choice:
 
 
 def usable(free: int) -> int:
-    """Of so many free bytes, those that a run's tensors may take."""
+    """The part of `free` bytes that a run's tensors may take."""
     return int(free * (1 - MARGIN))
 
 
 def possible_plans(options: ParallelConfig, *, backend: str, compiled: bool, accumulates: bool) -> list[MemoryPlan]:
-    """What may be chosen, the fastest first; what is set stays. `accumulates`: a step has several micro-batches.
+    """The possible plans, the fastest first; set keys stay. `accumulates`: a step has several micro-batches.
 
-    For each amount of recomputation gradients wait for the step's last micro-batch first, and are reduced with every
-    one then: that costs about 3 % of a step, less than more recomputation does. Where nothing is recomputed, and
-    nothing is said of it, parameters stay gathered first: that saves about 2 % of a step, and recomputation costs more.
+    For each amount of recomputation, gradients first wait for the step's last micro-batch; in the next plan every
+    micro-batch reduces them. That costs about 3 % of a step, less than more recomputation does. Without recomputation,
+    and if no key decides it, parameters stay gathered in the first plans: that saves about 2 % of a step, and
+    recomputation costs more.
     """
     fsdp = backend == "fsdp"
     reduces = [bool(options.reduce_every_micro_batch)]
@@ -133,7 +135,7 @@ def possible_plans(options: ParallelConfig, *, backend: str, compiled: bool, acc
 
 
 def _levels(options: ParallelConfig, compiled: bool) -> list[tuple[str, float | None]]:
-    """Modes of recomputation with their budgets."""
+    """The modes of recomputation with their budgets, the fastest first."""
     if options.activation_checkpointing is not None:
         mode = recompute_mode(options)
         return [(mode, options.activation_budget if mode == "budget" else None)]
@@ -145,7 +147,7 @@ def _levels(options: ParallelConfig, compiled: bool) -> list[tuple[str, float | 
 def choose_plan(
     plans: Sequence[MemoryPlan], needs: Callable[[MemoryPlan], int], *, free: int, failed: Collection[str] = ()
 ) -> Choice:
-    """The first plan that fits into `free` bytes less a margin and comes after all that have failed; else the last."""
+    """The first plan that comes after all failed ones and fits into `free` bytes minus a margin; else the last."""
     priced = tuple(Priced(plan, needs(plan)) for plan in plans)
     names = [one.plan.render() for one in priced]
     first = max((names.index(name) + 1 for name in failed if name in names), default=0)
@@ -154,7 +156,7 @@ def choose_plan(
 
 
 def render_table(choice: Choice) -> list[str]:
-    """The plans with what they need, the chosen one marked."""
+    """The plans and their bytes, with a mark at the chosen one."""
     room = f"  of {_gib(choice.free)} GiB, {MARGIN:.0%} left for CUDA and between blocks"
     width = max(len(one.plan.render()) for one in choice.priced)
     rows = [

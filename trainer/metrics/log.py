@@ -1,4 +1,4 @@
-"""Where a run's numbers go: one JSON object a line, a readable console line, a progress bar on a terminal."""
+"""Output of a run's numbers: one JSON object per line, a readable console line, a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Record = dict[str, Any]
 
 
 class MetricsLog:
-    """The one place where numbers leave the run; a rank other than 0 gets `enabled=False` and writes nothing.
+    """The only output of the run's numbers; a rank other than 0 gets `enabled=False` and writes nothing.
 
-    `path` is appended to and flushed line by line. `keep_through` is the step that a resumed run continues from:
-    later records of the earlier start are dropped, so no step appears twice. A disk that takes no more costs the
-    records, not the run.
+    Lines are appended to `path` and flushed one by one. `keep_through` is the step from which a resumed run continues:
+    later records of the earlier start are dropped, so no step appears twice. If the disk is full, records are missing,
+    and the run continues.
     """
 
     def __init__(self, path: Path, *, total_steps: int, keep_through: int = 0, enabled: bool = True) -> None:
         self.total_steps = total_steps
         self.trackers: list[Tracker] = []
-        """Who gets the numbers too."""
+        """Trackers that also get the numbers."""
         self._warned = False
         self._screen = Screen(sys.stdout) if enabled else None
         self._file: TextIO | None = None
@@ -53,7 +53,7 @@ class MetricsLog:
             self._screen.line(render_eval(record, self.total_steps))
 
     def note(self, text: str) -> None:
-        """A sentence for the reader of the console; not a number."""
+        """A text for the console only."""
         if self._screen:
             self._screen.line(text)
 
@@ -63,7 +63,7 @@ class MetricsLog:
         for tracker in self.trackers:
             tracker.close()
         if self._file:
-            with suppress(OSError):  # what is left in its buffer does not fit on the disk
+            with suppress(OSError):  # the rest of its buffer does not fit on the disk
                 self._file.close()
             self._file = None
 
@@ -72,7 +72,7 @@ class MetricsLog:
             return False
         try:
             self._file.write(json.dumps(finite(record)) + "\n")
-            self._file.flush()  # what does not fit stays in the buffer, and is written when there is space again
+            self._file.flush()  # data that does not fit stays in the buffer, and is written once there is space again
         except OSError as error:
             self._warn(f"warning: {self._file.name} was not written: {error}; training goes on")
         for tracker in self.trackers:
@@ -87,7 +87,7 @@ class MetricsLog:
     def _seconds_left(self, step: int) -> float | None:
         began, first = self._began
         done = step - first
-        # the first step holds warm-up costs that would spoil the estimate
+        # the first step includes warm-up costs, which would distort the estimate
         return (time.monotonic() - began) / done * (self.total_steps - step) if done > 1 else None
 
 
@@ -95,7 +95,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Screen:
-    """Lines on a stream, and below them a bar when the stream is a terminal."""
+    """Lines on a stream, and below them a progress bar if the stream is a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -126,13 +126,13 @@ class Screen:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except OSError as error:  # a log on a full disk costs its lines, not the run
+        except OSError as error:  # on a full disk lines are missing, and the run continues
             if error.errno not in FULL_DISK:
                 raise
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Leave only complete records up to `step` in the file; atomic, and no error when there is no file."""
+    """Keep only complete records up to `step` in the file; atomic, and no error if there is no file."""
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
@@ -144,13 +144,13 @@ def drop_records_after(path: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class Stepped:
-    """Of a record, what is read again."""
+    """The part of a record that is read again."""
 
     step: Annotated[float, Within(0)]
 
 
 def _recorded_step(line: bytes) -> float:
-    """The step of one JSON line; infinite for one that a killed process left unfinished, or that is no record."""
+    """The step of one JSON line; infinite for a line that a killed process left unfinished, or that is not a record."""
     try:
         return from_json(parse_json(line), Stepped).step if line.endswith(b"\n") else math.inf
     except InvalidData:
@@ -158,7 +158,7 @@ def _recorded_step(line: bytes) -> float:
 
 
 def finite(record: Record) -> Record:
-    """The record with NaN and infinities as None: JSON has neither."""
+    """The record with None in place of NaN and infinities, which JSON does not have."""
     return {key: None if _is_nonfinite(value) else value for key, value in record.items()}
 
 

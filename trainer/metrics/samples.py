@@ -1,4 +1,4 @@
-"""What a run's model said on the way: samples.jsonl, a line on the console, a text for the trackers."""
+"""Texts that a run's model generates during training: samples.jsonl, a console line, a text for the trackers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from trainer.metrics.log import MetricsLog, drop_records_after
 from trainer.words import shortened
 
 MOST_BYTES = 16 << 20
-"""Of the file: it comes home with the results, however long a run is."""
+"""Limit of the file's size: it is pulled with the results, also after a long run."""
 SHOWN_CHARS = 100
 
 
 class SamplesLog:
-    """Of rank 0. A disk that takes no more costs the samples, not the run. `keep_through`: as of the metrics."""
+    """Rank 0's log of samples. If the disk is full, samples are missing, and the run continues. `keep_through`: see
+    MetricsLog."""
 
     def __init__(self, path: Path, log: MetricsLog, *, keep_through: int) -> None:
         self._path = path
@@ -26,7 +27,7 @@ class SamplesLog:
         drop_records_after(path, keep_through or -1)  # a run that starts over samples at step 0 again
 
     def write(self, step: int, said: Sequence[tuple[str, str]], *, seconds: float) -> None:
-        """Keep and tell what the model said after `step` steps: prompts with their texts, which took so long."""
+        """Write and print the model's texts after `step` steps: prompts with their texts, which took `seconds`."""
         records = [{"step": step, "prompt": prompt, "text": text} for prompt, text in said]
         self._append(records)
         self._log.note(f"{len(said)} sample{'s' if len(said) > 1 else ''} after step {step} in {seconds:.1f} s")

@@ -1,4 +1,5 @@
-"""TensorBoard and Weights & Biases beside metrics.jsonl. A tracker that fails costs its numbers, never the run."""
+"""TensorBoard and Weights & Biases beside metrics.jsonl. If a tracker fails, its numbers are missing, and the run
+continues."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from trainer.words import first_line
 
 TENSORBOARD_DIR = "tensorboard"
 WANDB_ID_FILE = "control/wandb_id"
-"""The id of the W&B run, so that a resumed start goes on in it."""
+"""The id of the W&B run, so that a resumed start continues it."""
 
 
 class Tracker(Protocol):
@@ -39,15 +40,15 @@ def check_trackers(config: Config) -> None:
 
 
 def open_trackers(config: Config, run_dir: Path, *, keep_through: int, tell: Callable[[str], None]) -> list[Tracker]:
-    """The trackers that the config names, each failing at most once with one warning to `tell`.
+    """The config's trackers. A tracker that fails gives one warning to `tell`, and gets nothing more.
 
-    `keep_through`: the step that a resumed run goes on from; what was logged after it is replaced.
+    `keep_through`: the step from which a resumed run continues; values logged after it are replaced.
     """
     opened: list[Tracker] = []
     for name in dict.fromkeys(config.run.trackers):
         try:
             tracker = OPENERS[name](config, run_dir, keep_through)
-        except Exception as error:  # a tracker's own, of whatever kind
+        except Exception as error:  # any error of the tracker
             tell(f"warning: {name} does not start ({first_line(error)}); training goes on without it")
             continue
         opened.append(Guarded(name, tracker, tell))
@@ -55,7 +56,7 @@ def open_trackers(config: Config, run_dir: Path, *, keep_through: int, tell: Cal
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """A record's numbers by the names that trackers group by: `train/loss`, `eval/loss`."""
+    """A record's numbers, by names that trackers use for grouping: `train/loss`, `eval/loss`."""
     group = "eval" if "eval_loss" in record else "train"
     return {
         f"{group}/{key.removeprefix('eval_')}": value
@@ -65,7 +66,7 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Guarded:
-    """A tracker that is dropped, with one warning, when it first fails."""
+    """A tracker that is dropped, with one warning, at its first failure."""
 
     def __init__(self, name: str, tracker: Tracker, tell: Callable[[str], None]) -> None:
         self._name = name
@@ -86,7 +87,7 @@ class Guarded:
             return
         try:
             use(self._tracker)
-        except Exception as error:  # a tracker's own, of whatever kind
+        except Exception as error:  # any error of the tracker
             failed, self._tracker = self._tracker, None
             self._tell(f"warning: {self._name} failed ({first_line(error)}); training goes on without it")
             with suppress(Exception):
@@ -94,11 +95,11 @@ class Guarded:
 
 
 class TensorBoard:
-    """Event files in the run folder; a resumed run hides what the earlier start wrote after its checkpoint."""
+    """Event files in the run folder; a resumed run hides values that the earlier start wrote after its checkpoint."""
 
     def __init__(self, config: Config, run_dir: Path, keep_through: int) -> None:
         writer = import_module("torch.utils.tensorboard").SummaryWriter
-        # before there is a later step nothing of an earlier start counts, not even its evaluation at step 0
+        # a run that starts over hides all values of an earlier start, even its evaluation at step 0
         self._writer = writer(str(run_dir / TENSORBOARD_DIR), purge_step=keep_through + 1 if keep_through else 0)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -115,7 +116,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases, the same one after a resume: it ignores steps that it has already."""
+    """A run of Weights & Biases, the same after a resume: it ignores steps that it already has."""
 
     def __init__(self, config: Config, run_dir: Path, keep_through: int) -> None:
         from trainer.config.load import config_to_dict

@@ -1,4 +1,4 @@
-"""Adapters from PEFT's files: what they say, what the config adds, and their tensors into a (sharded) model."""
+"""Adapters from PEFT's files: reads their settings, adds the config's, and loads the tensors into a (sharded) model."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from trainer.words import first_few, shortened
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # PEFT's own two wrappers
+PREFIX = "base_model.model."  # the names of PEFT's two wrappers
 
-# What a PEFT config may say beside rank, alpha, dropout, rslora and targets: who made it, and which modules were
-# chosen, which the names of the tensors tell too.
+# Keys that a PEFT config may have beside rank, alpha, dropout, rslora and targets: its origin, and the choice of
+# modules, which also follows from the names of the tensors.
 _SILENT = {
     "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform",
     "layers_pattern", "megatron_core", "qalora_group_size", "loftq_config", "ensure_weight_tying",
-    "fan_in_fan_out",  # PEFT itself passes over it beside a linear module
+    "fan_in_fan_out",  # PEFT ignores it for a linear module
 }  # fmt: skip
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the base model's weights
 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """What an adapter_config.json says that is read here, with PEFT's defaults."""
+    """The keys of an adapter_config.json that are read here, with PEFT's defaults."""
 
     peft_type: str | None = None
     r: Annotated[int, Within(1, 1 << 20)] = 8
@@ -55,9 +55,9 @@ class AdapterFile:
 
 
 def lora_spec(config: LoraConfig, names: list[str]) -> LoraSpec | None:
-    """The adapters that `config` asks for, over the linear modules `names`; None for no LoRA.
+    """The adapters that `config` asks for, over the linear modules `names`; None without LoRA.
 
-    What `lora.adapter` brings is taken from it. Raises ConfigError when the config says something else.
+    With `lora.adapter`, its settings are used. Raises ConfigError if the config contradicts them.
     """
     if config.adapter is None:
         if config.rank is None:
@@ -88,7 +88,7 @@ def _check_equal(key: str, mine: Any, file: Any, folder: str) -> None:
 
 
 def read_spec(folder: Path, names: list[str]) -> LoraSpec:
-    """What a PEFT folder holds. Raises ModelError for what this trainer cannot do, naming it."""
+    """The adapters in a PEFT folder. Raises ModelError that names a feature which this trainer does not support."""
     said = _read_config(folder)
     found = {_module_of(key, folder) for key in open_weights(folder / WEIGHTS_FILE)}
     unknown = sorted(found - set(names))
@@ -103,7 +103,7 @@ def read_spec(folder: Path, names: list[str]) -> LoraSpec:
 
 @torch.no_grad()
 def load_adapter(module: nn.Module, folder: Path) -> None:
-    """Fill the adapters from a PEFT folder; each rank reads its own share, as fp32. Names and shapes must match."""
+    """Fill the adapters from a PEFT folder; each rank reads its share, as fp32. Names and shapes must match."""
     weights = adapter_weights(module)
     file = open_weights(folder / WEIGHTS_FILE)
     _check_names({PREFIX + name for name in weights}, set(file), folder)
@@ -121,7 +121,7 @@ def load_adapter(module: nn.Module, folder: Path) -> None:
 
 @torch.no_grad()
 def init_adapter(module: nn.Module, seed: int) -> None:
-    """Fill the adapters with PEFT's first values: the same for any number of ranks."""
+    """Fill the adapters with PEFT's initial values: the same for any number of ranks."""
     for name, parameter in adapter_weights(module).items():
         value = initial_adapter(name, tuple(parameter.shape), seed)
         local_tensor(parameter).copy_(value[own_slices(parameter)])
@@ -171,7 +171,7 @@ def _check_names(expected: set[str], found: set[str], folder: Path) -> None:
 
 
 def short_names(targets: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The targets by the ends of their names where these mean the same modules, else whole."""
+    """The targets by the last part of their names if these match the same modules, else by their whole names."""
     ends = sorted({name.rpartition(".")[2] for name in targets})
     meant = [name for name in names if name.rpartition(".")[2] in ends]
     return ends if set(meant) == set(targets) else list(targets)

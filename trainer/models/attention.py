@@ -1,8 +1,8 @@
-"""Attention within documents: which positions see which, and the kernels that compute it.
+"""Attention within documents: which positions attend to which, and the kernels that compute it.
 
-Rows of one document each need no mask: causal attention of cuDNN, the fastest there is on H100 and H200. Packed rows go
-through FlexAttention, which skips the blocks of 128 x 128 scores between documents; where it cannot run, through a
-dense mask, which is as right and slow.
+Rows of one document each need no mask: they use cuDNN's causal attention, the fastest on H100 and H200. Packed rows use
+FlexAttention, which skips the blocks of 128 x 128 scores between documents. Where it cannot run, they use a dense mask,
+which is equally correct but slow.
 
 Shapes: B rows, T positions, H query heads, K key-value heads, E head_dim, N blocks of a row.
 """
@@ -23,11 +23,11 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from trainer.kernels.support import why_no_triton
 
 BLOCK = 128
-"""Positions of a block of scores; the kernels' own default."""
+"""Positions of a block of scores; the kernels' default."""
 FLEX_HEAD_DIMS = range(16, 257)
 PADDING = 2**40
-"""Padding as the document after all others, so that documents never decrease along a row; the rest of the last block,
-behind the row's end, as the one after that."""
+"""The document number of padding: larger than all others, so that the numbers never decrease along a row. The rest of
+the last block, behind the row's end, gets the next number."""
 KERNEL_ORDER = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -43,8 +43,9 @@ HOPPER_TILES = {
     64: dict(zip(_NAMES, (64, 64, 4, 3, 64, 64, 64, 64, 4, 2), strict=True)),
     128: dict(zip(_NAMES, (64, 64, 4, 3, 32, 64, 64, 32, 4, 3), strict=True)),
 }
-"""By the widest head: the best of eight on an H200 (torch 2.11, documents of 256 to 2048 tokens). Forward and backward
-take 0.79 ms instead of 1.07 at 8 x 2048 x 14 heads of 64, and 0.59 instead of 0.63 at 4 x 2048 x 12 heads of 128."""
+"""Tile sizes by the widest head: the best of eight on an H200 (torch 2.11, documents of 256 to 2048 tokens). Forward
+and backward take 0.79 ms instead of 1.07 at 8 x 2048 x 14 heads of 64, and 0.59 instead of 0.63 at 4 x 2048 x 12 heads
+of 128."""
 
 Mask = Tensor | BlockMask | None
 Tiles = dict[str, int]
@@ -52,30 +53,30 @@ Tiles = dict[str, int]
 
 @contextmanager
 def fastest_kernels() -> Iterator[None]:
-    """cuDNN's attention before torch's own choice: 1.8 times as fast, forward and backward, on H100 (torch 2.11).
+    """Prefers cuDNN's attention to torch's choice: 1.8 times as fast, forward and backward, on H100 (torch 2.11).
 
-    A compiled region keeps the kernel of its first call, so this must be around that too.
+    A compiled region keeps the kernel of its first call, so this context must enclose that call too.
     """
     with sdpa_kernel(KERNEL_ORDER, set_priority=True):
         yield
 
 
 def why_no_flex(device: torch.device, head_dim: int) -> str | None:
-    """Why packed rows cannot go through FlexAttention; None when they can."""
+    """Why packed rows cannot use FlexAttention; None if they can."""
     if head_dim not in FLEX_HEAD_DIMS:
         return f"FlexAttention takes no head_dim of {head_dim}"
     return why_no_triton(device)
 
 
 def tuned_tiles(device: torch.device, head_dim: int) -> Tiles | None:
-    """FlexAttention's tile sizes for a card and a head size; None: its own choice."""
+    """FlexAttention's tile sizes for a card and a head size; None: its default."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
     return next((tiles for widest, tiles in HOPPER_TILES.items() if head_dim <= widest), None)
 
 
 def document_mask(doc_ids_bt: Tensor) -> Tensor:
-    """Which position sees which: [B, 1, T, T] bool, the same document and not later.
+    """Which position attends to which: [B, 1, T, T] bool, true for the same document and no later position.
 
     Padding (-1) forms a separate document, so no row of the mask is empty and no softmax is NaN.
     """
@@ -86,9 +87,9 @@ def document_mask(doc_ids_bt: Tensor) -> Tensor:
 
 
 def document_blocks(doc_ids_bt: Tensor) -> BlockMask:
-    """The same as `document_mask` by blocks: which hold no score, only scores or some. Nothing waits for the device.
+    """The same as `document_mask`, by blocks: none, all or some of their scores count. Does not wait for the device.
 
-    `doc_ids_bt` never decreases along a row but for the padding (-1) at its end.
+    `doc_ids_bt` must not decrease along a row, except for the padding (-1) at its end.
     """
     length = doc_ids_bt.shape[1]
     first_bn, last_bn = _bounds(doc_ids_bt)
@@ -122,16 +123,16 @@ def _bounds(doc_ids_bt: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(chosen_bnn: Tensor) -> tuple[Tensor, Tensor]:
-    """How many columns of each row are chosen, [B, 1, N], and the columns, the chosen ones first, [B, 1, N, N]."""
+    """The number of chosen columns of each row, [B, 1, N], and the columns, chosen ones first, [B, 1, N, N]."""
     counts = chosen_bnn.sum(-1, dtype=torch.int32)
     columns = torch.argsort(chosen_bnn, dim=-1, descending=True, stable=True).to(torch.int32)
     return counts.unsqueeze(1), columns.unsqueeze(1).contiguous()
 
 
 def attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, mask: Mask, tiles: Tiles | None = None) -> Tensor:
-    """Scaled dot-product attention over `mask`, or causal over the whole row without one: [B, H, T, E].
+    """Scaled dot-product attention over `mask`; without one, causal over the whole row: [B, H, T, E].
 
-    With a dense mask the key-value heads are repeated: the CUDA kernels for one that save memory have no grouped heads.
+    With a dense mask the key-value heads are repeated: the memory-saving CUDA kernels for it have no grouped heads.
     """
     groups = q_bhte.shape[1] // k_bkte.shape[1]
     if mask is None:
@@ -145,7 +146,7 @@ def attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, mask: Mask, tiles:
 
 
 def _flex() -> Callable[..., Any]:
-    """FlexAttention is a kernel only when compiled; inside a compiled block it is part of that."""
+    """FlexAttention, compiled, because only then it is one kernel; inside a compiled block it becomes part of that."""
     if torch.compiler.is_compiling():
         return flex_attention
     return _compiled_flex()

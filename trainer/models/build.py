@@ -1,6 +1,6 @@
-"""The model that a config describes, of any family: without storage, what of it is frozen, its first weights.
+"""The model that a config describes, of any family: builds it without storage, freezes parts, fills the first weights.
 
-A checkpoint leaves out what is frozen: what a run trains over which base is kept in it, and compared at a resume.
+A checkpoint does not contain frozen parameters. It records the base and the trained tensors, which a resume compares.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ SAMPLE_BYTES = 4096
 
 
 def check_length(config: Config, shape: Shape) -> None:
-    """Raise ConfigError for rows longer than the model knows positions; a named model brings that number itself."""
+    """Raise ConfigError if rows are longer than the model's max_position_embeddings; a named model sets that number."""
     if config.data.seq_len > shape.max_position_embeddings:
         limit = f"max_position_embeddings of {config.model.name}, {shape.max_position_embeddings}"
         raise ConfigError(f"data.seq_len is {config.data.seq_len}, more than {limit}", hint="lower data.seq_len")
 
 
 def check_export(config: Config, shape: Shape) -> None:
-    """Raise ConfigError where an export is asked for of a model that transformers does not have."""
+    """Raise ConfigError if the config asks for an export of a model that transformers does not have."""
     if config.run.export and shape.hf_class is None:
         message = "run.export is true, and transformers has no model of this kind to write an export for"
         raise ConfigError(message, hint="set run.export=false; checkpoints hold the weights")
 
 
 def build_model(config: Config, shape: Shape) -> Model:
-    """The model as configured, on the meta device: every parameter is there, none has storage.
+    """The model as configured, on the meta device: all parameters exist, without storage.
 
-    What is not trained is frozen, before any backend wraps the model.
+    Parameters that are not trained are frozen before a backend wraps the model.
     """
     with torch.device("meta"):
         model = shape.build(DTYPES[config.train.precision])
@@ -57,9 +57,9 @@ def build_model(config: Config, shape: Shape) -> Model:
 
 
 def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None, dist: Dist | None = None) -> None:
-    """Give a new run its first weights: the pretrained ones, or random ones by seed; and so for adapters.
+    """Give a new run its first weights: pretrained ones, or random ones by seed; the same for adapters.
 
-    `dist`: who may send them with parallel.sync_module_states; None: every process reads for itself.
+    `dist`: its rank 0 sends them if parallel.sync_module_states is set; None: every process reads them.
     """
     if folder is not None and config.model.init != "random":
         load_pretrained(module, folder, sender=dist if config.parallel.sync_module_states else None)
@@ -71,13 +71,13 @@ def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None, d
         init_adapter(module, config.train.seed)
 
 
-# --- what is frozen --------------------------------------------------------------------------------------------------
+# --- frozen parameters -----------------------------------------------------------------------------------------------
 
 
 def freeze(model: Model, patterns: Sequence[str]) -> None:
-    """Take the parameters that the patterns mean out of training. A tied head is the embedding: one parameter.
+    """Freeze the parameters that match the patterns. A tied head and the embedding are one parameter.
 
-    Raises ConfigError for a pattern that means none, and when nothing is left to train.
+    Raises ConfigError for a pattern without a match, and if nothing is left to train.
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:
@@ -101,7 +101,7 @@ def store_as(model: Model, dtype: torch.dtype) -> None:
 
 
 def trained_part(config: Config, module: nn.Module, folder: Path | None, dist: Dist) -> dict[str, str]:
-    """Base, adapters and trained tensors as words; empty where the whole model is trained. Every rank calls this."""
+    """Base, adapters and trained tensors as text; empty if the whole model is trained. Every rank must call this."""
     if not is_partly_frozen(module):
         return {}
     names = sorted(name.removeprefix("module.") for name, p in module.named_parameters() if p.requires_grad)
@@ -114,7 +114,7 @@ def trained_part(config: Config, module: nn.Module, folder: Path | None, dist: D
 
 
 def base_fingerprint(config: Config, folder: Path | None) -> str:
-    """Names the weights that a run starts from: the same for the same weights, wherever their folder is."""
+    """Identifies the weights that a run starts from: the same for the same weights in any folder."""
     if folder is None or config.model.init == "random":
         return f"random by seed {config.train.seed}"
     digest = hashlib.sha256()
@@ -125,7 +125,7 @@ def base_fingerprint(config: Config, folder: Path | None) -> str:
 
 
 def _update_with_samples(digest: hashlib._Hash, path: Path) -> None:
-    """Evenly spread pieces, the first (names and shapes) and the last among them: a whole 7B model takes a minute."""
+    """Hash evenly spread pieces, with the first (names and shapes) and the last: a whole 7B model takes a minute."""
     last = max(0, path.stat().st_size - SAMPLE_BYTES)
     with path.open("rb") as file:
         for number in range(SAMPLES):

@@ -1,4 +1,4 @@
-"""What a model says of itself in numbers, for those who plan: operations of a token, bytes for the backward pass."""
+"""A model's figures for planning: operations per token, bytes for the backward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.schema import Config
 from trainer.tensors import DTYPES
 
 FP32 = 4
-"""Bytes of a value."""
+"""Bytes of an fp32 value."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,14 @@ class Flops:
     document, without a discount for causality (the convention of the PaLM paper, appendix B)."""
 
     products: float
-    """Of a token: 6 for each parameter that multiplies."""
+    """Per token: 6 for each parameter that multiplies."""
     head: float
-    """That part of them which only a token with a label needs: MFU counts it of every token, as is usual."""
+    """The part of them that only a token with a label needs; MFU counts it for every token, as is usual."""
     attention: float
-    """Of a token and each token of its document: 12·L·H·Dh."""
+    """For each pair of a token and a token of its document: 12·L·H·Dh."""
 
     def per_token(self, mean_length: float) -> float:
-        """`mean_length`: of the document that a token stands in, so sum of squared lengths / sum of lengths."""
+        """`mean_length`: the mean over tokens of their document's length: sum of squared lengths / sum of lengths."""
         return self.products + self.attention * mean_length
 
 
@@ -38,20 +38,20 @@ NO_FLOPS = Flops(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Micro:
-    """A micro-batch, and what runs it, as far as bytes go."""
+    """The properties of a micro-batch, and of the code that runs it, that decide its bytes."""
 
     n: int
     """Tokens."""
     seq_len: int
     packed: bool
-    """Several documents in a row."""
+    """Whether rows hold several documents."""
     c: int
     """Bytes of a value in the dtype of products."""
     triton: bool
-    """Packed attention without a dense mask, and a loss without logits in fp32."""
+    """Whether packed attention needs no dense mask, and the loss no logits in fp32."""
     compiled: bool
     gathered: bool
-    """By FSDP, which casts the weights then; else a block casts those that are stored in another dtype."""
+    """Whether FSDP gathers the weights, which also casts them; else a block casts those stored in another dtype."""
 
     @classmethod
     def of(cls, config: Config, *, triton: bool, compiled: bool, gathered: bool) -> Micro:
@@ -62,15 +62,15 @@ class Micro:
 
 @dataclass(frozen=True)
 class Value:
-    """What a block computes and its backward pass reads."""
+    """A value that a block computes and its backward pass reads."""
 
     kind: Literal["cheap", "dear", "product"]
-    """`cheap`: made again from the others by elementwise work. `product`: a matrix product. `dear`: neither, and what
-    a small budget drops first: the partitioner counts no work for attention's outputs."""
+    """`cheap`: elementwise work computes it again from the others. `product`: a matrix product. `dear`: neither; a
+    small budget drops it first, because the partitioner counts no work for attention's outputs."""
     size: int
     """Bytes of storage that it keeps."""
     flops: float = 0.0
-    """To make it again."""
+    """Operations to compute it again."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +78,19 @@ class BlockMemory:
     """Bytes of one block between its forward and its backward pass."""
 
     entry: int
-    """Its input, which is all that full recomputation keeps."""
+    """Its input; full recomputation keeps only this."""
     saved: int
-    """What autograd saves where nothing is compiled and nothing computed again, without casts of weights."""
+    """Saved by autograd without compilation and recomputation; casts of weights do not count."""
     selected: int
-    """With the input, the outputs of products and attention: what selective recomputation keeps."""
+    """Kept by selective recomputation: the input, and the outputs of products and attention."""
     values: tuple[Value, ...]
-    """Among which the partitioner chooses where the block is compiled (`trainer.parallel.partition`)."""
+    """In a compiled block, the partitioner chooses among these (`trainer.parallel.partition`)."""
     casts: tuple[int, int]
-    """Of the weights that it casts itself: those that are written into one matrix with others, and those alone."""
+    """Casts of weights by the block: those that share a matrix with others, and separate ones."""
     freed: int
-    """By how much the casts are smaller than these weights."""
+    """The difference between these weights and their smaller casts."""
     gradients: int
-    """Of its values, alive at once in its backward pass."""
+    """Gradients of its values that exist at the same time in its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class OuterMemory:
     """Bytes outside of the blocks."""
 
     kept: int
-    """From embedding, final norm, rotary tables and masks, when the forward pass ends."""
+    """Kept at the end of the forward pass for embedding, final norm, rotary tables and masks."""
     loss: int
-    """What the head and its loss add: a chunk of logits, and the head's gradient while it is summed."""
+    """Added by the head and its loss: a chunk of logits, and the head's gradient while it is summed."""
     head_gradient: int
-    """What stays of that until the head's gradient is reduced or stored."""
+    """The part of `loss` that stays until the head's gradient is reduced or stored."""

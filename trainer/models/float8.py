@@ -1,7 +1,7 @@
-"""Products of the blocks in float8, by torchao: each tensor scaled by its own largest value, anew at each product.
+"""Products of the blocks in float8, by torchao: each product scales each tensor by the tensor's largest value.
 
-Values and weights are e4m3, gradients e5m2; sums and results are in bf16 or better, parameters and their names stay.
-Embedding, head, norms and adapters stay as they are (recipe: github.com/pytorch/ao/tree/main/torchao/float8).
+Values and weights are e4m3, gradients e5m2. Sums and results are in bf16 or better; parameters and their names do not
+change, nor do embedding, head, norms and adapters (recipe: github.com/pytorch/ao/tree/main/torchao/float8).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ NEEDED = (8, 9)
 
 
 def use_float8(model: Model, *, emulate: bool = False) -> None:
-    """Let the projections of each block multiply in float8. `emulate`: round to it, and multiply in fp32."""
+    """Make the projections of each block multiply in float8. `emulate`: round to float8, and multiply in fp32."""
     for _, linear in linear_modules(model):
         linear.product = _float8_product(emulate)
 
 
 def use_bf16(model: Model) -> None:
-    """Take `use_float8` back."""
+    """Undo `use_float8`."""
     for _, linear in linear_modules(model):
         linear.__dict__.pop("product", None)
 
 
 def uses_float8(model: nn.Module) -> bool:
-    """Whether `use_float8` has been called on the model, also when it is wrapped."""
+    """Whether the model, wrapped or not, uses float8 (`use_float8`)."""
     return any("product" in vars(module) for module in model.modules() if isinstance(module, Linear))
 
 
 def why_not_float8(model: Model, device: torch.device) -> str | None:
-    """Why this model has no float8 products on this device; None when it can have them."""
+    """Why this model cannot use float8 products on this device; None if it can."""
     if device.type != "cuda":
         return "not on a GPU"
     capability = torch.cuda.get_device_capability(device)
@@ -53,7 +53,7 @@ def why_not_float8(model: Model, device: torch.device) -> str | None:
 
 
 def odd_size(model: Model) -> str | None:
-    """The first matrix that float8 cannot multiply with, in words."""
+    """A text about the first matrix whose size float8 does not support; None if there is none."""
     for name, linear in linear_modules(model):
         if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
             size = f"{linear.out_features} x {linear.in_features}"
@@ -66,7 +66,7 @@ def _float8_product(emulate: bool) -> Callable[[Tensor, Tensor, Tensor | None], 
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
-    # torchao's own module, for its settings; making it also keeps the compiler from code that Triton gets wrong
+    # torchao's module, for its settings; creating it also keeps the compiler from making code that Triton gets wrong
     model = nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta"))
     module = convert_to_float8_training(model, config=Float8LinearConfig(emulate=emulate))[0]
     products, casts = module.linear_mm_config, module.config

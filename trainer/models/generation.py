@@ -1,4 +1,4 @@
-"""What a model's folder says of generating with it: sampling values, and the tokens that begin and end a text."""
+"""The generation settings in a model's folder: sampling values, and the tokens that begin and end a text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ids = int | tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Their ids, of a tokenizer, a config.json or a generation_config.json."""
+    """The ids of the special tokens of a tokenizer, a config.json or a generation_config.json."""
 
     bos_token_id: Ids = None
     eos_token_id: Ids = None
@@ -24,9 +24,10 @@ class SpecialTokens:
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
-    """What generation_config.json says, and of config.json the special tokens that it leaves out; empty without any.
+    """The values of generation_config.json, and special tokens from config.json that are missing there; empty without
+    either file.
 
-    Raises ModelError with file and key for a damaged one.
+    Raises ModelError with file and key for a damaged file.
     """
     said: dict[str, Any] = {}
     for name in (CONFIG_FILE, GENERATION_FILE):

@@ -1,8 +1,8 @@
-"""A model's folder, and its weights from and to Hugging Face's files; its shape is the family's matter.
+"""A model's folder, and its weights from and to Hugging Face's files; the family reads the shape.
 
-Every tensor is spoken of by Hugging Face's name, whatever wraps the model: DDP, FSDP, checkpointing or compile.
-Weights are drawn or read a few million values at a time by several threads: one makes 0.2e9 random values a second,
-and copies from memory that is not pinned reach a few GB/s, so that 1.5e9 parameters took ten seconds and more.
+Tensors always have Hugging Face's names, also when DDP, FSDP, checkpointing or compile wrap the model.
+Several threads draw or read weights, a few million values at a time: one thread draws 0.2e9 random values a second,
+and copies from memory that is not pinned reach a few GB/s, so 1.5e9 parameters took ten seconds and more.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OTHER_WEIGHTS = {
     "adapter_config.json": "it holds an adapter: name its base as model.name and this folder as lora.adapter",
 }
 BLOCK = 1 << 22
-"""Values of a block, at most, unless one row has more; 16 MiB of fp32. Random weights depend on it."""
+"""Maximum number of values in a block, unless one row has more; 16 MiB of fp32. Random weights depend on it."""
 MAX_THREADS = 16
 
 
@@ -57,10 +57,10 @@ class WeightIndex:
 
 
 def fetch_model(name: str, dist: Dist, *, check: Callable[[Path], object], weights: bool = True) -> Path:
-    """The local folder of a model given by folder or Hugging Face name, downloaded where needed (rank 0 first).
+    """The local folder of a model given by folder or Hugging Face name, downloaded if needed (rank 0 first).
 
-    `check`: raises ModelError for a folder whose config.json is of no model that is meant: before its weights are
-    loaded, and nothing of it is run.
+    `check`: raises ModelError if the folder's config.json is of another kind of model. It is called before the weights
+    are downloaded, and must run no code of the folder.
     """
     folder = expanded(name)
     if folder.is_dir():
@@ -118,11 +118,11 @@ def _fill(block: Block, seed: int) -> None:
 
 @torch.no_grad()
 def load_pretrained(module: nn.Module, folder: Path | str, *, sender: Dist | None = None) -> None:
-    """Fill the model from a folder's safetensors; each rank reads its own share of each tensor, as fp32.
+    """Fill the model from a folder's safetensors; each rank reads its share of each tensor, as fp32.
 
-    With `sender` rank 0 alone reads, and sends one whole tensor after the other: the folder may be missing elsewhere.
-    Raises ModelError when the folder has no weights, its names or shapes are not exactly the model's, a value is not
-    finite, or the head of a tied model is not the copy that it should be.
+    With `sender` only rank 0 reads, and sends one whole tensor after the other: other hosts do not need the folder.
+    Raises ModelError if the folder has no weights, its names or shapes are not exactly the model's, a value is not
+    finite, or the head of a tied model is not equal to the embedding.
     """
     weights = base_weights(module)
     if sender is not None and sender.world_size > 1:
@@ -141,13 +141,13 @@ def load_pretrained(module: nn.Module, folder: Path | str, *, sender: Dist | Non
 
 
 def _is_finite(values: Tensor) -> bool:
-    """In one pass, and without a copy of their size."""
+    """Whether all values are finite, in one pass and without a copy of their size."""
     low, high = torch.aminmax(values) if values.numel() else (values, values)
     return bool((low.isfinite() & high.isfinite()).all())
 
 
 def _receive_pretrained(weights: Mapping[str, nn.Parameter], folder: Path, dist: Dist) -> None:
-    """Every rank ends with the same verdict: what rank 0 finds is told, and the others judge what they were sent."""
+    """Every rank raises the same error or none: rank 0 sends its error, and all ranks check the values sent."""
     stored: dict[str, StoredTensor] = {}
 
     def open_files() -> None:
@@ -170,7 +170,8 @@ def _receive_pretrained(weights: Mapping[str, nn.Parameter], folder: Path, dist:
 
 
 def _check_tied(embedding: nn.Parameter, stored_head: StoredTensor, folder: Path) -> None:
-    """transformers gives up the tie when the stored head differs, and so trains another model than the config says."""
+    """Raise ModelError if the stored head differs: transformers would untie it, and train a model other than the
+    config's."""
     local = local_tensor(embedding)
     _check_same(stored_head.read(own_slices(embedding)).to(local), local, folder)
 
@@ -184,7 +185,7 @@ def _check_same(head: Tensor, embedding: Tensor, folder: Path) -> None:
 
 
 def _open_for(folder: Path, weights: Mapping[str, nn.Parameter]) -> dict[str, StoredTensor]:
-    """What the folder stores by the model's names: of each of the weights, in its shape."""
+    """The folder's tensors by the model's names: one for each of the weights, in its shape."""
     stored = _by_names(open_folder(folder), set(weights), folder)
     for name, parameter in weights.items():
         if stored[name].shape != tuple(parameter.shape):
@@ -194,12 +195,12 @@ def _open_for(folder: Path, weights: Mapping[str, nn.Parameter]) -> dict[str, St
 
 
 def open_folder(folder: Path) -> dict[str, StoredTensor]:
-    """All that the folder's weight files store, by name. Raises ModelError for one that is not whole, and for none."""
+    """All tensors in the folder's weight files, by name. Raises ModelError for a damaged file, and if there is none."""
     return {name: tensor for path in _weight_files(folder) for name, tensor in open_weights(path).items()}
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """As transformers chooses: the single file before the index."""
+    """The files that transformers would read: the single file if it exists, else those of the index."""
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
@@ -227,10 +228,9 @@ def _indexed(index: Path) -> list[str]:
 
 
 def _by_names(found: Mapping[str, StoredTensor], expected: set[str], folder: Path) -> dict[str, StoredTensor]:
-    """The tensors by the model's own names, which must match, however the folder's writer had wrapped the model.
+    """The tensors by the model's names, without prefixes of wrappers; they must match the expected names.
 
-    Allowed beside them: old rotary buffers, and the head of a tied model, which is a copy of the embedding or stands
-    in its place.
+    Also allowed: old rotary buffers, and the head of a tied model, which is a copy of the embedding or replaces it.
     """
     stored: dict[str, StoredTensor] = {}
     for written, tensor in found.items():
@@ -248,8 +248,8 @@ def _by_names(found: Mapping[str, StoredTensor], expected: set[str], folder: Pat
 
 
 def _plain_name(written: str, expected: set[str]) -> str:
-    """The model's name of a tensor: without what DDP, FSDP, torch.compile, recomputation and PEFT put into names, and
-    with the prefix that a model without a head leaves out."""
+    """The model's name of a tensor: without the name parts of DDP, FSDP, torch.compile, recomputation and PEFT, and
+    with the prefix that a model without a head lacks."""
     if written in expected:
         return written
     name = written.removeprefix("module.").removeprefix("base_model.model.")
@@ -267,7 +267,7 @@ def render_names(missing: list[str], unexpected: list[str]) -> str:
 def gather_full(module: nn.Module, dist: Dist) -> dict[str, Tensor] | None:
     """All weights as CPU fp32 tensors under Hugging Face's names on rank 0, None elsewhere. Every rank must call it.
 
-    One tensor at a time is whole on the device.
+    The device holds one whole tensor at a time.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in named_weights(module):
@@ -282,23 +282,23 @@ def gather_full(module: nn.Module, dist: Dist) -> dict[str, Tensor] | None:
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows of a tensor, and what this rank keeps of them."""
+    """Some rows of a tensor, and this rank's part of them."""
 
     name: str
     number: int
-    """Which block of the tensor; the division into blocks is the same for any number of ranks."""
+    """The block's number in the tensor; the division into blocks is the same for any number of ranks."""
     shape: tuple[int, ...]
-    """Of the whole block."""
+    """The shape of the whole block."""
     own: tuple[slice, ...]
     """This rank's part of the block."""
     rows: tuple[slice, ...]
-    """The same part, counted in the whole tensor."""
+    """The same part, as indices of the whole tensor."""
     target: Tensor
-    """Where this rank keeps it."""
+    """This rank's memory for its part."""
 
     def take(self, values: Tensor) -> None:
-        """Put values (on the CPU, of any dtype) into the target; a GPU converts them itself, and nobody waits for it
-        where they are pinned."""
+        """Copy values (on the CPU, of any dtype) into the target; a GPU converts them itself. The host does not wait
+        for the GPU."""
         if self.target.is_cuda:
             pinned = values if values.is_pinned() else torch.empty_like(values, pin_memory=True).copy_(values)
             values = pinned.to(self.target.device, non_blocking=True)
@@ -306,9 +306,9 @@ class Block:
 
 
 def for_each_block(weights: Mapping[str, Tensor], work: Callable[[Block], None], *, threads: int | None = None) -> None:
-    """Call `work` with each block that this rank keeps a part of, in several threads when the weights are large.
+    """Call `work` with each block of which this rank keeps a part, in several threads if the weights are large.
 
-    Raises what the first failing block raised.
+    Raises the error of the first failing block.
     """
     blocks = [block for name, parameter in weights.items() for block in blocks_of(name, parameter)]
     if threads is None:
@@ -316,7 +316,7 @@ def for_each_block(weights: Mapping[str, Tensor], work: Callable[[Block], None],
         threads = 1 if is_small else min(MAX_THREADS, cores_of_rank())
 
     def run(block: Block) -> None:
-        with torch.no_grad():  # of each thread's own
+        with torch.no_grad():  # the setting is per thread
             work(block)
 
     if threads == 1:
@@ -324,7 +324,7 @@ def for_each_block(weights: Mapping[str, Tensor], work: Callable[[Block], None],
             run(block)
         return
     device = blocks[0].target.device
-    # a thread's current device is the first one unless it says so, and pinning memory would start a context there
+    # a new thread's current device is the first one, and pinning memory would start a context there
     start = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
     with ThreadPoolExecutor(threads, thread_name_prefix="weights", initializer=start) as pool:
         for _ in pool.map(run, blocks):
@@ -332,7 +332,7 @@ def for_each_block(weights: Mapping[str, Tensor], work: Callable[[Block], None],
 
 
 def blocks_of(name: str, parameter: Tensor) -> Iterator[Block]:
-    """The blocks of a tensor that this rank keeps a part of."""
+    """The blocks of a tensor of which this rank keeps a part."""
     local, (rows, *others) = local_tensor(parameter).detach(), own_slices(parameter)
     num_rows, *rest = parameter.shape
     step = max(1, BLOCK // max(1, prod(rest)))

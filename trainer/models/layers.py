@@ -1,7 +1,6 @@
-"""What decoders are made of: products that adapters and float8 take hold of, the norm, and the output head.
+"""The parts of decoders: products with hooks for adapters and float8, the norm, and the output head.
 
-Of whatever stands in a model's blocks, what is a `Linear` can have an adapter (`models.lora`) and multiply in float8
-(`models.float8`).
+Every `Linear` in a model's blocks can have an adapter (`models.lora`) and multiply in float8 (`models.float8`).
 
 Shapes: B rows, T positions, D hidden, V vocabulary.
 """
@@ -17,12 +16,12 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """A product in the input's dtype; the parameters are cast when theirs differs."""
+    """A product in the input's dtype; parameters of another dtype are cast."""
 
     adapter: Callable[[Tensor, Tensor], Tensor] | None = None
-    """What is added: of the input and the product, the output. No module, so that no name changes (`models.lora`)."""
+    """Computes the output from the input and the product. Not a module, so that no name changes (`models.lora`)."""
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
-    """Of input, weight and bias in one dtype; another one in `models.float8`."""
+    """The product of input, weight and bias, all in one dtype; `models.float8` replaces it."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -33,12 +32,12 @@ class Linear(nn.Linear):
 
 
 def products(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
-    """What each of the linear modules makes of the same input; in one product where that costs no copy.
+    """The outputs of the linear modules for the same input; computed in one product if that needs no copy.
 
-    Storage stays as Hugging Face names it. Where a compiled block casts the weights anyway (fp32 parameters, bf16
-    products), the compiler writes the casts into one matrix. Gathered weights (FSDP) and stored bf16 ones would have
-    to be copied for it. For queries, keys and values alone: one product for gate and up makes a step of 0.5B 4 %
-    longer, for the kernel of their gradients then computes each branch for both (H200, torch 2.11).
+    Storage keeps Hugging Face's names. If a compiled block casts the weights anyway (fp32 parameters, bf16 products),
+    the compiler writes the casts into one matrix. Gathered weights (FSDP) and stored bf16 weights would have to be
+    copied for it. Only for queries, keys and values: one product for gate and up makes a step of 0.5B 4 % longer,
+    because the kernel of their gradients then computes each branch for both (H200, torch 2.11).
     """
     if not torch.compiler.is_compiling() or any(linear.weight.dtype == x.dtype for linear in linears):
         return [linear(x) for linear in linears]
@@ -64,12 +63,12 @@ class RMSNorm(nn.Module):
 
 
 def logits_head(hidden: Tensor, head_weight: Tensor) -> Tensor:
-    """A head for `Model.forward`: fp32 logits [B, T, V] of every position."""
+    """A `head` for `Model.forward`: fp32 logits [B, T, V] of every position."""
     return F.linear(hidden, head_weight.to(hidden.dtype)).float()
 
 
 class Head(Linear):
-    """The output head of an untied model, which runs what is made of the logits: FSDP gathers its weight for that."""
+    """The output head of an untied model. The loss runs inside its forward, for which FSDP gathers its weight."""
 
     def forward(self, hidden: Tensor, head: Callable[[Tensor, Tensor], Any] = logits_head) -> Any:
         return head(hidden, self.weight)

@@ -1,9 +1,9 @@
 """Low-rank adapters: a product's output gets scaling * B(A(dropout(x))) added (arXiv 2106.09685), as PEFT computes it.
 
 One pair A [rank, in], B [out, rank] for each Hugging Face name of a linear module. An adapter is an object that a
-Linear calls on its input; its two matrices are the Linear's submodules, so the model keeps Hugging Face's names and the
+Linear calls on its input. Its two matrices are the Linear's submodules, so the model keeps Hugging Face's names and the
 adapters have PEFT's: `….q_proj.lora_A.weight`. A module that holds several names in one tensor can call several.
-Like all products, those of the adapters are in the input's dtype: with bf16 what PEFT computes under autocast.
+Like all products, those of the adapters are in the input's dtype: with bf16 the same as PEFT under autocast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAIR = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Everything that decides an adapter but its weights. `targets`: whole names of the modules that have a pair."""
+    """Everything that defines an adapter, except its weights. `targets`: whole names of the modules with a pair."""
 
     rank: int
     alpha: float
@@ -42,7 +42,7 @@ class LoraSpec:
 
 
 def render_lora(module: nn.Module) -> list[str]:
-    """The adapters in a line; nothing without any."""
+    """One line about the adapters; no line without adapters."""
     spec = lora_of(module)
     if spec is None:
         return []
@@ -52,7 +52,7 @@ def render_lora(module: nn.Module) -> list[str]:
 
 
 class Adapter:
-    """What a Linear calls on its input and its product: the low-rank product is added."""
+    """Called by a Linear with its input and its product; adds the low-rank product."""
 
     def __init__(self, down: Linear, up: Linear, spec: LoraSpec) -> None:
         self.down, self.up = down, up
@@ -65,7 +65,7 @@ class Adapter:
 
 
 def attach(model: Model, spec: LoraSpec) -> None:
-    """Give every target its pair, in fp32 and undefined, and freeze all else. `model.lora` is the spec then."""
+    """Give every target its pair, in fp32 and uninitialized, freeze all else, and set `model.lora` to the spec."""
     model.requires_grad_(False)
     for name in spec.targets:
         linear = model.get_submodule(name)
@@ -83,12 +83,12 @@ def _sizes(linear: Linear, rank: int) -> tuple[tuple[int, int], tuple[int, int]]
 
 
 def lora_of(module: nn.Module) -> LoraSpec | None:
-    """The adapters of a model, however it is wrapped; None without any."""
+    """The adapters of a model, wrapped or not; None without adapters."""
     return next((child.lora for child in module.modules() if isinstance(child, Model)), None)
 
 
 def linear_modules(model: Model) -> Iterator[tuple[str, Linear]]:
-    """The modules that can have an adapter, with their names: every linear one in the blocks."""
+    """The modules that can have an adapter, with their names: all linear modules in the blocks."""
     for name, child in model.named_modules():
         if isinstance(child, Linear) and name != "lm_head" and not name.endswith(PAIR):
             yield name, child
@@ -99,7 +99,7 @@ def linear_names(model: Model) -> list[str]:
 
 
 def choose_targets(targets: Iterable[str], names: list[str]) -> tuple[str, ...]:
-    """The modules that `lora.targets` means, in the model's order. ConfigError for an entry that means none."""
+    """The modules that match `lora.targets`, in the model's order. Raises ConfigError for an entry without a match."""
     chosen: set[str] = set()
     for target in targets:
         found = [name for name in names if is_target(name, target)]
@@ -110,7 +110,7 @@ def choose_targets(targets: Iterable[str], names: list[str]) -> tuple[str, ...]:
 
 
 def is_target(name: str, target: str) -> bool:
-    """Whether a module's name is meant: by its end, as PEFT takes it, by a pattern, or as one of all."""
+    """Whether a target matches a module's name: by its end, as in PEFT, by a pattern, or because it means all."""
     return target == ALL_LINEAR or name == target or name.endswith(f".{target}") or fnmatchcase(name, target)
 
 
@@ -126,7 +126,7 @@ def split_adapter(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
 
 
 def initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """PEFT's first values: A uniform in +-1 / sqrt(in) (Kaiming, a = sqrt 5), B zero; by seed and name alone."""
+    """PEFT's initial values: A uniform in +-1 / sqrt(in) (Kaiming, a = sqrt 5), B zero; only seed and name decide."""
     if "lora_B" in name:
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -136,7 +136,7 @@ def initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def merge(tensors: Mapping[str, Tensor], spec: LoraSpec) -> dict[str, Tensor]:
-    """The model's own tensors with the adapters added to them: W + scaling * B A."""
+    """The model's tensors with the adapters added: W + scaling * B A."""
     merged, pairs = split_adapter(tensors)
     for name in spec.targets:
         down, up = (pairs[f"{name}.{child}.weight"].float() for child in PAIR)

@@ -1,4 +1,4 @@
-"""Loss functions: a model and a batch in, a LossSum (sum, count) out. Dividing is the loop's business alone.
+"""Loss functions: a model and a batch in, a LossSum (sum, count) out. Only the training loop divides.
 
 Shapes: N positions of a micro-batch, D hidden, V vocabulary.
 """
@@ -18,16 +18,16 @@ from trainer.kernels.cross_entropy import cross_entropy_sum, scale_, softmax_gra
 from trainer.kernels.support import uses_triton
 
 CHUNK_TOKENS = 4096
-"""Positions whose logits exist at a time: 4096 of a 152k vocabulary are 1.2 GiB in bf16."""
+"""Positions whose logits exist at the same time: 4096 of a 152k vocabulary are 1.2 GiB in bf16."""
 CHUNK_TOKENS_IN_TORCH = 1024
-"""The same without Triton's kernel, where log-probabilities in fp32 stand beside the logits."""
+"""The same without Triton's kernel, where log-probabilities in fp32 exist beside the logits."""
 
 
 def sft_loss(model: nn.Module, batch: Batch, *, packed: bool = True, chunk: int | None = None) -> LossSum:
     """The summed cross entropy of a batch's targets; a batch without targets gives 0 with gradients of 0.
 
-    `model` is a `trainer.models.protocol.Model`, also wrapped or sharded by a backend. `packed=False` is allowed when
-    every row is a single document (see Model.forward). `chunk`: positions whose logits exist at a time.
+    `model` is a `trainer.models.protocol.Model`, which a backend may have wrapped or sharded. `packed=False` is allowed
+    if every row is a single document (see Model.forward). `chunk`: positions whose logits exist at the same time.
     """
     head = partial(chunked_cross_entropy, labels=batch.labels, targets=batch.targets, chunk=chunk)
     total = model(batch.input_ids, batch.positions, batch.doc_ids, packed=packed, head=head)
@@ -39,9 +39,9 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """The sum over all targets of -log softmax(hidden @ weight.T)[label], scalar fp32.
 
-    Never more than `chunk` positions' logits exist. hidden [..., D], weight [V, D], labels [...] with IGNORE. Products
-    are in hidden's dtype, softmax and sums in fp32. `targets`: the flat indices of all positions whose label is not
-    IGNORE, where they are known: no other position takes part in a product then.
+    The logits of at most `chunk` positions exist at the same time. hidden [..., D], weight [V, D], labels [...] with
+    IGNORE. Products are in hidden's dtype, softmax and sums in fp32. `targets`: the flat indices of all positions whose
+    label is not IGNORE, if known: then only these take part in products.
     """
     chunk = chunk or (CHUNK_TOKENS if uses_triton(hidden) else CHUNK_TOKENS_IN_TORCH)
     rows, flat = hidden.flatten(0, -2), labels.flatten()
@@ -57,7 +57,7 @@ def chunked_cross_entropy(
 
 
 Part = slice | Tensor
-"""Positions: a range of all, or the indices of some."""
+"""Positions: a range, or indices."""
 
 
 def _parts(rows: Tensor, targets: Tensor | None, chunk: int) -> Iterator[Part]:
@@ -74,7 +74,7 @@ def _taken(rows: Tensor, part: Part) -> Tensor:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Loss and gradients in one pass over the chunks: no recomputation, and the weight's gradient is summed in fp32.
 
-    The gradients are those of the sum, so the backward pass only multiplies by the incoming scalar (as in
+    The gradients are those of the sum, so the backward pass only multiplies them by the incoming scalar (as in
     Liger Kernel, arXiv 2410.10989, section 3.2).
     """
 
@@ -113,7 +113,7 @@ def _put(grad_rows: Tensor, part: Part, grad_logits: Tensor, weight: Tensor) -> 
 
 
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """A product of low-precision matrices, added in fp32 to those before; on a GPU within the product's kernel."""
+    """A product of low-precision matrices, added in fp32 to `total`; on a GPU within the product's kernel."""
     if not left.is_cuda or left.dtype == torch.float32:
         product = (left @ right).float()
         return product if total is None else total.add_(product)

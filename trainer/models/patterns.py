@@ -1,4 +1,4 @@
-"""Patterns of Hugging Face's names: which names one means, and an error that helps when it means none."""
+"""Patterns of Hugging Face's names: the names that match, and a helpful error if none does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def matching(pattern: str, names: Iterable[str], key: str) -> list[str]:
-    """The names that a pattern (`*`, `?`, `[0-3]`) means; ConfigError naming `key` when it means none."""
+    """The names that match a pattern (`*`, `?`, `[0-3]`). Raises ConfigError that names `key` if none does."""
     names = list(names)
     found = [name for name in names if fnmatchcase(name, pattern)]
     if not found:
@@ -23,7 +23,7 @@ def matching(pattern: str, names: Iterable[str], key: str) -> list[str]:
 
 
 def no_match(pattern: str, names: Iterable[str], key: str) -> ConfigError:
-    """The error for a pattern that means nothing, with the names that come nearest."""
+    """The error for a pattern without a match, with the most similar names."""
     kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
     near = get_close_matches(re.sub(r"\.\d+\.", ".*.", pattern), kinds, n=3, cutoff=0.5)
     if fnmatchcase(HEAD, pattern) and HEAD not in kinds:

@@ -1,12 +1,11 @@
-"""What everything beside `trainer.models` may know of a model: this page. A recipe names the family; no other folder
-needs one (`tests/house.txt`).
+"""The interface of a model: code outside `trainer.models` uses only this module. A recipe names the family; no other
+folder needs one (`tests/house.txt`).
 
     config, checkpoint  --Family-->  Shape (data)  --build-->  Model (a module, without storage)
 
-Names: a parameter's name is the key of Hugging Face's checkpoint, and so is what config, reports, adapters,
-checkpoints and exports say; a separate output head is the module `lm_head`, the embedding
-`model.embed_tokens`. What is registered first runs first. Products in the blocks that adapters or float8 may
-take hold of are `trainer.models.layers.Linear`.
+Names: a parameter's name is the key of Hugging Face's checkpoint, also in config, reports, adapters, checkpoints and
+exports; a separate output head is the module `lm_head`, the embedding `model.embed_tokens`. Modules run in the order
+of their registration. Products in the blocks that adapters or float8 may change are `trainer.models.layers.Linear`.
 
 Shapes: B rows, T positions, D hidden, V vocabulary.
 """
@@ -33,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class Shape(Protocol):
-    """Everything that decides a model's parameters and its function, as a frozen value."""
+    """Everything that defines a model's parameters and its function, as a frozen value."""
 
     @property
     def vocab_size(self) -> int: ...
     @property
     def hidden_size(self) -> int:
-        """Width of what a block takes and gives."""
+        """Width of a block's input and output."""
 
     @property
     def num_layers(self) -> int:
@@ -54,64 +53,64 @@ class Shape(Protocol):
         """Number of parameters, a tied matrix counted once."""
 
     def build(self, compute_dtype: torch.dtype = torch.float32) -> Model:
-        """The model on the present device (`torch.device("meta")`: without storage), its products in that dtype."""
+        """The model on the current device (`torch.device("meta")`: without storage), products in `compute_dtype`."""
 
     def few_blocks(self, most: int) -> Shape:
-        """The same blocks, so many at most, with hardly a vocabulary: to be timed."""
+        """The shape of a model to time: the same blocks, at most `most` of them, and a very small vocabulary."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON for a checkpoint, from which the family reads it back."""
+        """Plain JSON for a checkpoint; `Family.read_shape` reads it."""
 
     @property
     def hf_class(self) -> str | None:
-        """transformers' class of the same model; None: it has none, and there is no export."""
+        """transformers' class of the same model; None: there is none, so no export is possible."""
 
     def hf_config(self) -> PretrainedConfig:
-        """transformers' config of the same model, where it has one."""
+        """transformers' config of the same model, if transformers has the model."""
 
     def hf_fields(self) -> dict[str, Any]:
-        """What the config.json of an export says of the model."""
+        """The model's values in the config.json of an export."""
 
 
 class Family(Protocol):
-    """The source of the shapes of a model family."""
+    """Provides the shapes of a model family."""
 
     def folder(self, config: Config, dist: Dist, *, weights: bool = True) -> Path | None:
-        """The local folder of a model with a name, fetched where needed; None for one of the config's fields.
+        """The local folder of a model with a name, downloaded if needed; None for a model from the config's fields.
 
-        Every rank calls this. Raises ModelError for a folder that is of no model of this family.
+        Every rank must call this. Raises ModelError if the folder's model does not belong to this family.
         """
 
     def shape(self, config: Config, vocab_size: int, *, folder: Path | None) -> Shape:
-        """What `config.model` describes, with at least so many ids. Raises ModelError for what is not computed here."""
+        """The shape of `config.model`, with at least `vocab_size` ids. Raises ModelError if it is not supported."""
 
     def read_shape(self, values: Mapping[str, Any]) -> Shape:
-        """From `Shape.to_dict`, also that of an older version."""
+        """The shape from the values of `Shape.to_dict`, also of an older version."""
 
 
 @dataclass(frozen=True)
 class Units:
-    """The modules of a model that are taken as one; blocks are computed again as one each."""
+    """The modules of a model that are sharded or compiled as one. Recomputation takes each block as one."""
 
     sharded: tuple[nn.Module, ...]
-    """FSDP gathers each in one collective (wrap_policy=transformer)."""
+    """Modules that FSDP gathers in one collective each (wrap_policy=transformer)."""
     inseparable: tuple[nn.Module, ...]
-    """None of these is ever such a group: parameters in them are used outside their module's forward."""
+    """Modules that never form such a group: parameters in them are used outside their module's forward."""
     compiled: tuple[nn.Module, ...]
-    """Compiled as one graph each, those of a kind sharing it."""
+    """Modules compiled as one graph each; modules of the same kind share it."""
 
 
 class Model(nn.Module, ABC):
-    """A model over rows of tokens; a class and no Protocol, for it is an `nn.Module` first of all.
+    """A model over rows of tokens; a class instead of a Protocol, because it is an `nn.Module`.
 
-    Blocks are alike: their number apart, what is said of one holds for all. Their forwards take tensors, and masks, by
-    position, so that they can be compiled and computed again. Figures follow what trains: ask them after freezing.
+    Blocks are alike: a property of one holds for all, except its number. Their forwards take tensors and masks by
+    position, so that they can be compiled and recomputed. Figures depend on what trains: request them after freezing.
     """
 
     shape: Shape
     compute_dtype: torch.dtype
     lora: LoraSpec | None = None
-    """Set by `models.lora.attach`."""
+    """The adapters; set by `models.lora.attach`."""
 
     @abstractmethod
     def forward(
@@ -123,9 +122,9 @@ class Model(nn.Module, ABC):
         packed: bool = True,
         head: Callable[[Tensor, Tensor], Any] | None = None,
     ) -> Any:
-        """Hidden states [B, T, D], or `head(hidden, head_weight [V, D])`, run here, where FSDP holds it gathered.
+        """Hidden states [B, T, D], or `head(hidden, head_weight [V, D])`, run here, where FSDP has the weight gathered.
 
-        `packed=False`: every row is one document from position 0, padded at its end at most.
+        `packed=False`: every row is one document from position 0, padded only at its end.
         """
 
     @property
@@ -136,7 +135,7 @@ class Model(nn.Module, ABC):
     @property
     @abstractmethod
     def head_weight(self) -> Tensor:
-        """The [V, D] matrix from hidden states to logits, tied or its own."""
+        """The [V, D] matrix from hidden states to logits, tied or separate."""
 
     @abstractmethod
     def units(self) -> Units: ...
@@ -152,11 +151,11 @@ class Model(nn.Module, ABC):
     def outer_memory(self, micro: Micro) -> OuterMemory: ...
 
     def hf_classes(self) -> dict[str, str]:
-        """Hugging Face's names of the classes of its modules, and ours: both may be written in the config."""
+        """Hugging Face's names of its module classes, mapped to ours; the config may use both."""
         return {}
 
     def choose_kernels(self, device: torch.device) -> None:
-        """Before the first forward: take what is fastest there."""
+        """Choose the fastest kernels for the device. Call it before the first forward."""
 
     def reset_buffers(self, device: torch.device) -> None:
         """Compute the buffers again, after `to_empty` has left them undefined."""

@@ -1,4 +1,4 @@
-"""Safetensors files, read piece by piece and never through a map: `trainer.files.OpenFile` says why.
+"""Safetensors files, read piece by piece and never memory-mapped: `trainer.files.OpenFile` gives the reason.
 
 Layout (https://github.com/huggingface/safetensors#format): 8 bytes, little endian, with the length of the header; the
 header in JSON, {name: {"dtype", "shape", "data_offsets": [begin, end]}} and "__metadata__"; then the values, without
@@ -21,8 +21,8 @@ from trainer.typed import Count, InvalidData, from_json, parse_json
 from trainer.words import shortened
 
 LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000  # as the format has it
-MAX_DIMS = 64  # of torch
+MAX_HEADER_BYTES = 100_000_000  # the format's limit
+MAX_DIMS = 64  # torch's limit
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -32,7 +32,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """What a header says of a tensor."""
+    """A header's values for a tensor."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -44,15 +44,15 @@ class StoredTensor:
     file: OpenFile
     name: str
     dtype: torch.dtype | str
-    """The format's own word where torch has none."""
+    """The format's name of it if torch has no such dtype."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Position of its first byte in the file."""
 
     def read(self, part: tuple[slice, ...] = (), *, pinned: bool = False) -> Tensor:
         """The tensor on the CPU, or a part of it: slices with both bounds. `pinned`: in memory that a GPU reads from.
 
-        Raises ModelError that names the file when it has changed since it was opened, or cannot be read.
+        Raises ModelError that names the file if it has changed since it was opened, or cannot be read.
         """
         if isinstance(self.dtype, str):
             raise ModelError(f"{self.file.path}: {self.name} is of type {self.dtype}, which is not supported")
@@ -69,7 +69,7 @@ class StoredTensor:
 
 
 def open_weights(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name. Raises ModelError for a file that is none, or is not whole."""
+    """The tensors of a safetensors file by name. Raises ModelError for another kind of file, and for a damaged one."""
     try:
         file = OpenFile(path)
         return {tensor.name: tensor for tensor in _tensors(file)}
@@ -105,7 +105,7 @@ def _tensors(file: OpenFile) -> list[StoredTensor]:
 
 
 def _read_header(file: OpenFile) -> tuple[list[tuple[str, Entry]], int]:
-    """Each tensor in the order of the bytes, and where the values begin."""
+    """The tensors in the order of their bytes, and the offset at which the values begin."""
     if file.size_bytes < LENGTH_BYTES:
         raise InvalidData(f"has {file.size_bytes} bytes")
     length = int.from_bytes(file.read((0, LENGTH_BYTES))[0], "little")

@@ -1,4 +1,4 @@
-"""The optimizer that a config asks for, in groups, over what this rank holds of each sharded parameter."""
+"""The optimizer of a config, with its parameter groups, over this rank's part of each sharded parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Named = dict[str, nn.Parameter]
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW over the model's trainable parameters, also sharded ones, in the groups that `config` says.
+    """AdamW over the model's trainable parameters, sharded or not, in the groups of `config`.
 
     Its state has the dtype of the parameters, so these must be fp32: bf16 moments lose small updates.
     """
@@ -36,8 +36,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 
 def state_bytes(model: nn.Module, config: OptimConfig) -> float:
-    """Bytes of the optimizer's state for a trained parameter, on average: two fp32 moments, or a byte a value and an
-    fp32 scale a block where they are quantised."""
+    """Bytes of the optimizer's state per trained parameter, on average: two fp32 moments; a quantised moment has one
+    byte per value and an fp32 scale per block."""
     trained = [p for p in model.parameters() if p.requires_grad]
     total, small = sum(p.numel() for p in trained), 0
     if config.optimizer == "adamw8bit":
@@ -47,8 +47,8 @@ def state_bytes(model: nn.Module, config: OptimConfig) -> float:
 
 
 def had_8bit_embeddings(saved: Mapping[str, Any]) -> bool:
-    """Whether a run whose config had this section `optim` kept 8-bit state for embeddings: before there was a word for
-    it, 8-bit AdamW did."""
+    """Whether a run with this section `optim` kept 8-bit state for embeddings: before the key existed, 8-bit AdamW
+    always did."""
     return saved.get("optimizer") == "adamw8bit" and bool(saved.get("embeddings_8bit", True))
 
 
@@ -60,10 +60,11 @@ def _kept_in_fp32(model: nn.Module, config: OptimConfig) -> frozenset[int]:
 
 
 class ShardAdamW(torch.optim.AdamW):
-    """Its state is sharded as the parameters are; its step sees this rank's shards as plain tensors.
+    """AdamW whose state is sharded as the parameters are, and whose step gets this rank's shards as plain tensors.
 
-    An update needs nothing of other ranks. Among DTensors torch makes a DTensorSpec for each parameter's step count
-    anew, milliseconds of the host, and torch 2.11 keeps them all (https://github.com/pytorch/pytorch/issues/188174).
+    An update needs no data of other ranks. With DTensors, every step torch creates a DTensorSpec for each parameter's
+    step count. That takes the host milliseconds, and torch 2.11 never frees them
+    (https://github.com/pytorch/pytorch/issues/188174).
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
@@ -77,10 +78,10 @@ class ShardAdamW(torch.optim.AdamW):
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> list[dict[str, Any]]:
-    """torch's parameter groups of what is trained, empty ones left out.
+    """torch's parameter groups of the trained parameters, without empty ones.
 
-    The parameters of each entry of `optim.groups`, the first that matches, then the rest; of each, tensors of two and
-    more dimensions decay, norms and biases do not. A group's rate is the scheduled one times its `lr_scale`.
+    A parameter belongs to the first entry of `optim.groups` that matches, else to the rest. In each, tensors of two or
+    more dimensions decay; norms and biases do not. A group's rate is the scheduled one times its `lr_scale`.
     Raises ConfigError for a pattern that gets no parameter.
     """
     left: Named = {name.removeprefix("module."): p for name, p in named if p.requires_grad}
@@ -109,7 +110,7 @@ def _by_decay(named: Named, group: GroupConfig, weight_decay: float) -> list[dic
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group its own multiple of the scheduled rate."""
+    """Set every group's rate to its multiple of the scheduled rate."""
     for group in optimizer.param_groups:
         value = lr * group.get("lr_scale", 1.0)
         if isinstance(group["lr"], torch.Tensor):
@@ -119,7 +120,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def render_groups(groups: list[dict[str, Any]]) -> list[str]:
-    """A line for each of an optimizer's groups of parameters, where `optim.groups` asked for any."""
+    """A line for each parameter group of an optimizer, if `optim.groups` is set."""
     if {group.get("pattern", "*") for group in groups} == {"*"}:
         return []
     return [_render(group) for group in groups]

@@ -13,14 +13,14 @@ from trainer.errors import ConfigError
 from trainer.kernels.adamw8bit import BLOCK, adamw8bit_
 from trainer.tensors import local_tensor
 
-SMALLEST = 4096  # as bitsandbytes has it: smaller tensors gain nothing
+SMALLEST = 4096  # the same as in bitsandbytes: smaller tensors gain nothing
 
 _Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _Columns = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
 def torchao_adamw8bit() -> type[torch.optim.Optimizer]:
-    """torchao's class; with the import torch.load knows the tensors of its state. ConfigError without torchao."""
+    """torchao's class; after this import torch.load knows its state's tensors. Raises ConfigError without torchao."""
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
@@ -35,19 +35,19 @@ def torchao_adamw8bit() -> type[torch.optim.Optimizer]:
 def build_adamw8bit(
     groups: list[dict[str, Any]], *, in_fp32: frozenset[int] = frozenset(), **settings: Any
 ) -> torch.optim.Optimizer:
-    """torchao's AdamW8bit over parameter groups, its step in one kernel a parameter (`trainer.kernels.adamw8bit`).
+    """torchao's AdamW8bit over parameter groups, its step in one kernel per parameter (`trainer.kernels.adamw8bit`).
 
-    Quantised in blocks of 128 values is the state of matrices whose rows 128 divides, of 4096 values and more. Other
-    state stays fp32, and that of the parameters whose ids are `in_fp32`. This is judged by the whole tensor, so any
-    number of ranks shards, saves and loads the same state.
-    Raises ConfigError when torchao is not installed.
+    The state of a matrix is quantised in blocks of 128 values, if 128 divides its rows and it has at least 4096 values.
+    Other state stays fp32, also that of the parameters whose ids are in `in_fp32`. The whole tensor decides this, so
+    any number of ranks shards, saves and loads the same state.
+    Raises ConfigError if torchao is not installed.
     """
     base: Any = torchao_adamw8bit()
 
-    class OneKernelAdamW8bit(base):  # type: ignore[misc]  # torchao says nothing of its types
-        """Honours `found_inf` and `grad_scale` as torch's fused optimizers do: read on the device, nobody waits.
+    class OneKernelAdamW8bit(base):  # type: ignore[misc]  # torchao has no types
+        """Honours `found_inf` and `grad_scale` as torch's fused optimizers do: only the device reads them.
 
-        Where `found_inf` is 1, a step leaves parameters and state bit for bit as they were.
+        If `found_inf` is 1, a step changes no bit of parameters and state.
         """
 
         _step_supports_amp_scaling = True
@@ -73,13 +73,13 @@ def build_adamw8bit(
                 if not self.state[parameter]:
                     self.state[parameter].update(self._new_state(parameter))
             states = [self.state[parameter] for parameter in parameters]
-            counted = [1.0 - found_inf] * len(states)  # one tensor for all instead of a list would be waited for
+            counted = [1.0 - found_inf] * len(states)  # one tensor instead of a list would make the host wait
             torch._foreach_add_([state["step"] for state in states], counted)
             rows = [_local(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
             _step_rows_(rows, group, device, found_inf=found_inf, grad_scale=grad_scale)
 
         def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-            # the count is on the device, where torchao would have it on the host: there, a step could not be skipped
+            # the count is on the device; torchao keeps it on the host, where a step could not be skipped
             moments = {name: self._new_buffer(parameter, name == "exp_avg") for name in ("exp_avg", "exp_avg_sq")}
             return {"step": torch.zeros((), device=parameter.device), **moments}
 
@@ -95,12 +95,12 @@ def build_adamw8bit(
 
 
 def is_quantised(parameter: Tensor) -> bool:
-    """Whether the state of a parameter, of its whole shape, is kept in 8 bits."""
+    """Whether the state of a parameter is kept in 8 bits; its whole shape decides."""
     return parameter.ndim >= 2 and parameter.numel() >= SMALLEST and parameter.shape[1:].numel() % BLOCK == 0
 
 
 def _sharded_as(parameter: DTensor, state: Tensor) -> Tensor:
-    """This rank's part of a parameter's state as a tensor that is spread as the parameter is."""
+    """This rank's part of a parameter's state, as a DTensor sharded as the parameter is."""
     sharded = DTensor.from_local(
         state,
         parameter.device_mesh,
@@ -115,7 +115,7 @@ def _sharded_as(parameter: DTensor, state: Tensor) -> Tensor:
 def _step_rows_(
     rows: list[_Row], group: dict[str, Any], device: torch.device, *, found_inf: Tensor, grad_scale: Tensor | None
 ) -> None:
-    """Update parameters of one group and device: those with 8-bit moments, and then those with fp32 ones."""
+    """Update parameters of one group and device: first those with 8-bit moments, then those with fp32 moments."""
     large = _columns([row for row in rows if hasattr(row[2], "codes")])
     small = _columns([row for row in rows if not hasattr(row[2], "codes")])
     small_step = _in_one_kernel_ if device.type == "cuda" else adamw8bit_
@@ -147,7 +147,7 @@ def _in_one_kernel_(
     found_inf: Tensor,
     grad_scale: Tensor | None,
 ) -> None:
-    """`adamw8bit_` for moments in fp32: torch's own kernel, once for all parameters."""
+    """`adamw8bit_` for moments in fp32: torch's kernel, once for all parameters."""
     if not parameters:
         return
     torch._fused_adamw_(
@@ -165,14 +165,14 @@ def _in_one_kernel_(
 
 
 def _local(parameter: Tensor, state: dict[str, Tensor]) -> _Row:
-    """This rank's part of a parameter, its gradient, both moments and the count of its steps."""
+    """This rank's part of a parameter, of its gradient and of both moments, and the count of its steps."""
     assert parameter.grad is not None
     grad, exp_avg, exp_avg_sq = map(local_tensor, (parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
     return local_tensor(parameter), grad, exp_avg, exp_avg_sq, state["step"]
 
 
 def _columns(rows: list[_Row]) -> _Columns:
-    """A list of each kind of tensor that `_local` gives."""
+    """One list for each kind of tensor that `_local` returns."""
     columns: _Columns = ([], [], [], [], [])
     for row in rows:
         for column, tensor in zip(columns, row, strict=True):

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions step -> multiplier, and how the rate grows with the batch."""
+"""Learning-rate schedules as pure functions step -> multiplier, and the scaling of the rate with the batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Multiplier = Callable[[int], float]
 
 
 def lr_multiplier(config: OptimConfig, total_steps: int) -> Multiplier:
-    """The schedule as a function of the number of steps taken before (0 for the first step).
+    """The schedule as a function of the number of earlier steps (0 for the first step).
 
     The values are those of transformers' schedules of the same name: the warm-up starts at 0 (WSD: at
-    `min_learning_rate`), and `total_steps` steps later the decay has reached `min_learning_rate`.
+    `min_learning_rate`), and after `total_steps` steps the decay has reached `min_learning_rate`.
     """
     warmup = warmup_steps(config, total_steps)
     floor = config.min_learning_rate / settled_rate(config)
@@ -28,19 +28,19 @@ def lr_multiplier(config: OptimConfig, total_steps: int) -> Multiplier:
 
 
 def settled_rate(config: OptimConfig) -> float:
-    """The learning rate of a config that a run has settled (`trainer.train.resolve_defaults`)."""
+    """The learning rate of a resolved config (`trainer.train.resolve_defaults`)."""
     if config.learning_rate is None:
         raise ValueError("optim.learning_rate is null, which a run settles before it asks for the rate")
     return config.learning_rate
 
 
 def peak_learning_rate(config: OptimConfig, rows: int) -> float:
-    """`learning_rate` for steps of so many rows, scaled when `lr_scaling` asks for it."""
+    """`learning_rate` for steps of `rows` rows, scaled by the rule of `lr_scaling`."""
     return settled_rate(config) * _batch_factor(config, rows)
 
 
 def render_lr_scaling(config: OptimConfig, rows: int) -> list[str]:
-    """The scaling rule with its numbers; empty without a rule."""
+    """A line with the scaling rule and its numbers; empty without a rule."""
     if config.lr_scaling == "none":
         return []
     ratio = f"{rows} / {config.base_batch_size}"
@@ -50,7 +50,7 @@ def render_lr_scaling(config: OptimConfig, rows: int) -> list[str]:
 
 
 def _batch_factor(config: OptimConfig, rows: int) -> float:
-    """Linear: arXiv 1706.02677, for SGD. Square root: arXiv 2205.10287, for Adam."""
+    """The factor of `lr_scaling`. Linear: arXiv 1706.02677, for SGD. Square root: arXiv 2205.10287, for Adam."""
     if config.lr_scaling == "none" or config.base_batch_size is None:
         return 1.0
     ratio = rows / config.base_batch_size
@@ -58,7 +58,7 @@ def _batch_factor(config: OptimConfig, rows: int) -> float:
 
 
 def wsd_decay_steps(config: OptimConfig, total_steps: int) -> int:
-    """How many steps the final decay of a WSD schedule takes."""
+    """Number of steps of a WSD schedule's final decay."""
     return max(1, total_steps // 5) if config.decay_steps is None else config.decay_steps
 
 

@@ -1,10 +1,10 @@
-"""What every backend promises, and the simplest one: a single process.
+"""The interface of all backends, and the simplest one: a single process.
 
 After the backward passes of a step's micro-batches, `.grad` holds the SUM over ranks and micro-batches of the local
 losses' gradients. No backend averages; the loop divides once, by the tokens of all ranks.
 
-Order: activation checkpointing, compile, shard. The model is built without storage (meta device), sharded, and given
-storage of this rank's share alone.
+Order: activation checkpointing, compile, shard. The model is built without storage (meta device) and sharded; then only
+this rank's part gets storage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Backend:
-    """One process: nothing is shared, nothing is reduced. The other backends differ where they must."""
+    """One process: nothing is sharded or reduced. The other backends override what differs."""
 
     name = "pytorch"
 
@@ -45,10 +45,10 @@ class Backend:
         self.module: nn.Module = nn.Identity()
 
     def prepare(self, model: Model) -> nn.Module:
-        """The wrapped model on this rank's device, its parameters allocated and undefined; `model` is on meta.
+        """The wrapped model on this rank's device, its parameters allocated but undefined; `model` is on meta.
 
         Fill them with `trainer.models.hf.load_pretrained` or `init_random`. Calls take a Model's arguments.
-        Raises ConfigError where `parallel` asks for what this model has not.
+        Raises ConfigError if `parallel` requires something that this model does not have.
         """
         self.plan = plan_wrapping(model, self.config, self.dist.world_size)
         self._model = model
@@ -59,8 +59,8 @@ class Backend:
         return self.module
 
     def rearrange(self, config: Config) -> None:
-        """Take another plan for activations, gradients and gathered copies; parameters stay where they are."""
-        torch._dynamo.reset()  # what is compiled already would be taken for any budget
+        """Change to another plan for activations, gradients and gathered copies; parameters are not moved."""
+        torch._dynamo.reset()  # else code that is compiled already would be used for any budget
         run_eagerly(self._model)
         self.config, self.options = config, config.parallel
         self.plan = replan(self.plan, config)
@@ -69,10 +69,10 @@ class Backend:
             self._float8 = leave_float8(self._model)
 
     def forget_failed_pass(self) -> None:
-        """Let go of what a forward or backward that has failed left behind, so that the next one starts anew."""
+        """Clear the state that a failed forward or backward left, so that the next one starts clean."""
 
     def _arrange(self, model: Model) -> None:
-        """What of the blocks is computed again, and whether they are compiled."""
+        """Set what the blocks recompute, and compile them if wanted."""
         mode = recompute_mode(self.options)
         recompute_blocks(model, mode, self.options.checkpoint_every)
         device = self.dist.device
@@ -86,18 +86,18 @@ class Backend:
             compile_blocks(model, fixed_shapes=self.config.data.packing)
 
     def sync(self, last: bool) -> None:
-        """Say, before its forward, whether the coming micro-batch is the step's last: gradients are reduced then."""
+        """Call before each micro-batch's forward. `last`: it is the step's last one, in which gradients are reduced."""
 
     def scale_grads(self, factor: Tensor) -> None:
         """Multiply every gradient by a scalar tensor on the device, without waiting for its value."""
-        by_device: dict[torch.device, list[Tensor]] = {}  # two of them with offloaded and ignored parameters
+        by_device: dict[torch.device, list[Tensor]] = {}  # two devices with offloaded and ignored parameters
         for grad in self._grads():
             by_device.setdefault(grad.device, []).append(local_tensor(grad))
         for device, grads in by_device.items():
             torch._foreach_mul_(grads, factor.to(device, grads[0].dtype))
 
     def grad_norm(self) -> Tensor:
-        """The global L2 norm of the gradients as they are, a plain fp32 scalar equal on all ranks; not finite where a
+        """The global L2 norm of the current gradients, a plain fp32 scalar, equal on all ranks; not finite if a
         gradient is not."""
         return self._sum_of_squares().sqrt().float()
 
@@ -131,13 +131,13 @@ class Backend:
         return model
 
     def _sum_of_squares(self) -> Tensor:
-        """Of all gradients, over all ranks, each entry once: a float64 scalar on this rank's device."""
+        """The sum of squares of all gradients over all ranks, each entry once: float64 scalar on this rank's device."""
         return self._squares(self._grads())
 
     def _squares(self, grads: Iterable[Tensor]) -> Tensor:
-        """Of this rank's entries alone."""
+        """The sum of squares of only this rank's entries."""
         local = [local_tensor(grad) for grad in grads]
-        if not local:  # torch's norm of nothing is on the host, and to bring it to the device waits for that
+        if not local:  # torch's norm of an empty list is on the host; moving it would wait for the device
             return torch.zeros((), device=self.dist.device, dtype=torch.float64)
         return torch.nn.utils.get_total_norm(local).to(self.dist.device, torch.float64).square()
 

@@ -1,7 +1,7 @@
-"""How each block runs: compiled where that can be had, and what of its activations is computed again.
+"""How each block runs: compiled if possible, and which of its activations are recomputed.
 
-The forward alone is compiled, so FSDP's hooks stay outside of it and no parameter gets another name. All blocks are of
-one kind and share what is compiled for the first.
+Only the forward is compiled, so FSDP's hooks stay outside of it and parameters keep their names. All blocks are of the
+same kind and share the code compiled for the first.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from trainer.errors import ConfigError
 from trainer.models.protocol import Model
 
 VARIANTS = 64
-"""Graphs of a block at most. Rows of any length, one or several, with and without gradients, of a frozen and a trained
-input come to about 15; torch's own limit of 8 would end the run in the middle, for each graph must be whole."""
+"""The maximum number of graphs per block. Rows of any length, one or several, with and without gradients, with frozen
+and trained inputs, need about 15. At torch's own limit of 8 the run would fail, because graph breaks are forbidden."""
 FAILURES = ("torch._dynamo.exc", "torch._inductor", "triton")
-"""Modules whose exceptions say that something could not be compiled."""
+"""Modules whose exceptions mean that compilation failed."""
 aten = torch.ops.aten
 KEPT_OPS: frozenset[Any] = frozenset(
     packet.default
@@ -34,7 +34,7 @@ KEPT_OPS: frozenset[Any] = frozenset(
         aten.bmm,
         aten.baddbmm,
         aten._scaled_mm,  # products in float8
-        aten.max,  # the largest value of a tensor, by which it is scaled for them
+        aten.max,  # a tensor's maximum, by which it is scaled for float8
         aten._scaled_dot_product_flash_attention,
         aten._scaled_dot_product_efficient_attention,
         aten._scaled_dot_product_cudnn_attention,
@@ -44,13 +44,13 @@ KEPT_OPS: frozenset[Any] = frozenset(
         aten._efficient_attention_forward,
     )
 ) | {flex_attention}
-"""Matrix products and attention: dear to compute; the rest of a block is cheap and large."""
+"""Matrix products and attention, which are expensive to compute; a block's other values are cheap and large."""
 
 
 def decide_compile(wanted: bool | None, device: torch.device, *, why_not: str | None) -> tuple[bool, str]:
-    """Whether blocks are compiled, and why not where that was not asked for. `why_not`: why Triton cannot run there.
+    """Whether blocks are compiled; and, if this was left open, why not. `why_not`: why Triton cannot run there.
 
-    None: wherever Triton runs. Raises ConfigError when it is asked for on a GPU that cannot.
+    `wanted` None: compile wherever Triton runs. Raises ConfigError if it is requested on a GPU that cannot run Triton.
     """
     on_gpu = device.type == "cuda"
     if wanted is None:
@@ -61,7 +61,7 @@ def decide_compile(wanted: bool | None, device: torch.device, *, why_not: str | 
 
 
 def compile_blocks(model: Model, *, fixed_shapes: bool) -> None:
-    """Compile the blocks and the final norm when they are first called. `fixed_shapes`: all rows are of one length."""
+    """Compile the blocks and the final norm at their first call. `fixed_shapes`: all rows have the same length."""
     import torch._dynamo.config
 
     torch._dynamo.config.recompile_limit = VARIANTS
@@ -70,22 +70,22 @@ def compile_blocks(model: Model, *, fixed_shapes: bool) -> None:
 
 
 def set_budget(share: float) -> None:
-    """The share of what it would keep that the partitioner keeps of each block compiled from now on; 1: all of it."""
+    """For blocks compiled from now on, set the share of activations that the partitioner keeps; 1: all of them."""
     import torch._functorch.config
 
     torch._functorch.config.activation_memory_budget = share
 
 
 def run_eagerly(model: Model) -> None:
-    """Take `compile_blocks` and recomputation back."""
+    """Undo `compile_blocks` and recomputation."""
     for module in _compiled(model):
         module.__dict__.pop("forward", None)
 
 
 @contextmanager
 def eagerly(module: nn.Module) -> Iterator[None]:
-    """Run the blocks of a model, however it is wrapped, as they are written: for shapes that what is compiled should
-    never see, as it would be compiled anew for them, and another code might then serve the training."""
+    """Run the blocks of a model, wrapped or not, without compilation. For shapes that compiled code must not get: it
+    would be recompiled for them, and the training might then use other code."""
     model = next(child for child in module.modules() if isinstance(child, Model))
     compiled = [(part, part.__dict__.pop("forward")) for part in _compiled(model) if "forward" in part.__dict__]
     try:
@@ -96,8 +96,8 @@ def eagerly(module: nn.Module) -> Iterator[None]:
 
 
 def is_compile_failure(error: BaseException) -> bool:
-    """Whether the compiler or Triton failed, and not the model. What Triton raises for want of a C compiler or of
-    Python's headers is told by where it comes from alone."""
+    """Whether the compiler or Triton failed, and not the model. Triton's errors for a missing C compiler or missing
+    Python headers are recognized only by the code that raised them."""
     if any(kind.__module__.startswith(FAILURES) for kind in type(error).__mro__):
         return True
     frames = (frame for frame, _ in walk_tb(error.__traceback__))
@@ -112,12 +112,12 @@ def _compiled(model: Model) -> Iterator[Any]:
 
 
 def recompute_blocks(model: Model, mode: str, every: int) -> None:
-    """Make every n-th block, the first included, keep less: `mode` none or budget, selective (KEPT_OPS) or full (its
-    inputs).
+    """Make every `every`-th block, from the first on, keep less. `mode`: none or budget (no change), selective (keeps
+    the results of KEPT_OPS) or full (keeps only its inputs).
 
-    The recomputation is inside what FSDP wraps, so it sees the same gathered, cast parameters.
+    The recomputation is inside the module that FSDP wraps, so it uses the same gathered, cast parameters.
     """
-    if mode in ("none", "budget"):  # a budget is the compiler's business
+    if mode in ("none", "budget"):  # the compiler handles a budget
         return
     options: dict[str, Any] = {}
     if mode == "selective":

@@ -1,4 +1,4 @@
-"""Which backend a config means."""
+"""Chooses the backend for a config."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every rank holds the whole model; gradients are summed over the ranks."""
 
-# Without `from __future__ import annotations`: DDP wants the annotations of its communication hook as classes.
+# No `from __future__ import annotations`: DDP requires its communication hook's annotations to be classes.
 
 import torch
 import torch.distributed as torch_dist
@@ -13,7 +13,7 @@ from trainer.parallel.backend import Backend
 
 
 class DDPBackend(Backend):
-    """Every rank holds the whole model; gradients are all-reduced during the last micro-batch's backward pass."""
+    """Each rank holds the whole model; gradients are all-reduced during the last micro-batch's backward pass."""
 
     name = "ddp"
 
@@ -26,11 +26,11 @@ class DDPBackend(Backend):
 
     def sync(self, last: bool) -> None:
         assert isinstance(self.module, DistributedDataParallel)
-        self.module.require_backward_grad_sync = last  # what DDP.no_sync() sets, without a context to hold open
+        self.module.require_backward_grad_sync = last  # as DDP.no_sync() sets it, but without a context manager
 
 
 def _sum_bucket(dtype: torch.dtype, bucket: torch_dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A DDP communication hook: the sum over ranks in `dtype`, where DDP's own hook averages."""
+    """A DDP communication hook that sums over ranks in `dtype`; DDP's own hook averages."""
     buffer = bucket.buffer()
     sent = buffer.to(dtype)
     future = torch_dist.all_reduce(sent, async_op=True).get_future()

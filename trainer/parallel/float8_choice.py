@@ -1,4 +1,4 @@
-"""Whether a run's products are in float8: what rules it out, and for `auto` a few blocks timed in both on this card."""
+"""Decides whether a run's products are in float8: what rules it out; for `auto`, times a few blocks on this GPU."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ if TYPE_CHECKING:
     from trainer.schema import Config
 
 WORTH = 1.05
-"""How many times as fast as bf16 float8 must be, for it is less exact."""
+"""The minimum speed of float8 relative to bf16 to use it, because it is less exact."""
 
 Arrange = Callable[[Model], None]
-"""Gives blocks the recomputation and the compiler that the model's will have."""
+"""Applies the recomputation and compilation of the model's blocks to other blocks."""
 BLOCKS = 3
 WARM_UPS, TIMED = 2, 5
 
 
 def choose_float8(model: Model, config: Config, dist: Dist, *, arrange: Arrange, gathered: bool) -> str | None:
-    """A line that tells what was chosen, and why; the model is in float8 where that was. None: it was not asked for.
+    """Choose, switch the model to float8 if chosen, and return a line with the choice and its reason; None if float8
+    was not asked for.
 
-    `gathered`: blocks find their parameters in the dtype of products, as FSDP gathers them. All ranks choose alike.
-    Raises ConfigError for `on` where it cannot be.
+    `gathered`: FSDP gathers the blocks' parameters in the dtype of the products. All ranks make the same choice.
+    Raises ConfigError for `on` if float8 is not possible.
     """
     wanted, device = config.train.float8, dist.device
     if wanted == "off":
         return None
     why_not = why_no_float8(config) or why_no_triton(device) or why_not_float8(model, device)
-    why_not = next(filter(None, gather(why_not, dist.control_group)), None)  # one rank's is everyone's
+    why_not = next(filter(None, gather(why_not, dist.control_group)), None)  # one rank's reason counts for all
     gain = partial(float8_gain, model, config, dist, arrange=arrange, gathered=gathered)
     chosen, line = decide_float8(wanted, why_not=why_not, gain=gain)
     if chosen:
@@ -51,9 +52,9 @@ def choose_float8(model: Model, config: Config, dist: Dist, *, arrange: Arrange,
 
 
 def foresee_float8(model: Model, config: Config) -> str | None:
-    """The line as far as it is known without the GPUs of the run. None: float8 was not asked for.
+    """The line of `choose_float8`, as far as it is known without the run's GPUs. None: float8 was not asked for.
 
-    Raises ConfigError for `on` where the model cannot have it.
+    Raises ConfigError for `on` if the model cannot use float8.
     """
     wanted = config.train.float8
     if wanted == "off":
@@ -68,16 +69,16 @@ def foresee_float8(model: Model, config: Config) -> str | None:
 
 
 def leave_float8(model: Model) -> str:
-    """Go back to bf16, for casts that are not compiled take longer than they save; a line that tells so."""
+    """Return to bf16: casts that are not compiled cost more time than float8 saves. Returns a line for the log."""
     use_bf16(model)
     return "float8: off (blocks are not compiled)"
 
 
 def decide_float8(wanted: Literal["auto", "on"], *, why_not: str | None, gain: Callable[[], float]) -> tuple[bool, str]:
-    """Whether products are in float8, and a line that tells so.
+    """Whether products are in float8, and a line for the log.
 
-    `gain`: measures how many times as fast as in bf16 they are; called for `auto` alone. Raises ConfigError for `on`
-    where they cannot be.
+    `gain`: measures their speed relative to bf16; called only for `auto`. Raises ConfigError for `on` if float8 is not
+    possible.
     """
     if why_not is not None:
         if wanted == "on":
@@ -92,9 +93,9 @@ def decide_float8(wanted: Literal["auto", "on"], *, why_not: str | None, gain: C
 
 
 def float8_gain(model: Model, config: Config, dist: Dist, *, arrange: Arrange, gathered: bool) -> float:
-    """How many times as fast as in bf16 blocks are in float8, on the rank that gains least; 0 where the compiler fails.
+    """The speed of blocks in float8 relative to bf16, on the rank with the smallest gain; 0 if the compiler fails.
 
-    The model itself stays as it is: blocks like its own are timed.
+    The model itself is not changed: similar blocks are timed.
     """
 
     def in_float8(blocks: Model) -> None:
@@ -109,8 +110,8 @@ def float8_gain(model: Model, config: Config, dist: Dist, *, arrange: Arrange, g
     except Exception as error:
         if not is_compile_failure(error):
             raise
-        gain = 0.0  # the model's own first pass tells of it
-    torch._dynamo.reset()  # what was compiled for these blocks is not for those of the model
+        gain = 0.0  # the model's own first pass reports it
+    torch._dynamo.reset()  # the code compiled for these blocks is not for the model's blocks
     if dist.device.type == "cuda":
         torch.cuda.empty_cache()
     return min(gather(gain, dist.control_group))
@@ -128,11 +129,11 @@ def seconds_of(
     device: torch.device,
     stored: torch.dtype,
 ) -> float:
-    """The median time of a forward and a backward pass of a few blocks like the model's, after `arrange(them)`.
+    """The median time of a forward and backward pass of a few blocks like the model's, after `arrange(blocks)`.
 
-    `rows` x `seq_len`: the tokens of a micro-batch. `stored`: the dtype in which a block finds its parameters.
+    `rows` x `seq_len`: the tokens of a micro-batch. `stored`: the dtype of the blocks' parameters.
     """
-    generator = torch.Generator(device).manual_seed(0)  # separate: training draws the same numbers with and without
+    generator = torch.Generator(device).manual_seed(0)  # separate: leaves the training's random numbers unchanged
     few = _few_blocks(model, device, stored, generator)
     arrange(few)
     positions = torch.arange(seq_len, device=device).expand(rows, -1)
@@ -143,7 +144,7 @@ def seconds_of(
 
 
 def _few_blocks(model: Model, device: torch.device, stored: torch.dtype, generator: torch.Generator) -> Model:
-    with torch.device("meta"):  # where torch draws no first weights
+    with torch.device("meta"):  # on meta torch draws no initial weights
         few = model.shape.few_blocks(BLOCKS).build(model.compute_dtype).to(stored)
     few.to_empty(device=device)
     few.reset_buffers(device)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class FSDPBackend(Backend):
-    """Each group of the plan is gathered when it runs; the root group holds what no other does.
+    """Each group of the plan is gathered when it runs; the root group holds the parameters of no other group.
 
-    A tied matrix is in the root group, so it is gathered once for both its uses.
+    A tied matrix is in the root group, so it is gathered once for both uses.
     """
 
     name = "fsdp"
@@ -37,14 +37,14 @@ class FSDPBackend(Backend):
         settings = self._settings(ignored=self._whole(model))
         self._modules: dict[str, FSDPModule] = {}
         for group in self.plan.groups:
-            kept = group.kept  # FSDP2 says what happens to the gathered copy: freed, or kept
+            kept = group.kept  # FSDP2's argument has the opposite meaning: True frees the gathered copy
             reshard = not kept if isinstance(kept, bool) else kept
             module = fully_shard(model.get_submodule(group.name), reshard_after_forward=reshard, **settings)
             module.set_unshard_in_backward(group.needed_again)
             self._modules[group.name] = module
         for module in fsdp_modules(model):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and none is needed
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and it is not needed
         self._prefetch(model)
         return self._give_storage(model)
 
@@ -66,7 +66,7 @@ class FSDPBackend(Backend):
         return settings
 
     def _prefetch(self, model: Model) -> None:
-        """Say explicitly what is gathered ahead, where it is more than what FSDP2 does by itself."""
+        """Set explicitly what is gathered ahead, if it is more than FSDP2's default."""
         running = _in_running_order(model)
         ahead, behind = int(self.options.forward_prefetch), self.options.backward_prefetch_depth
         for i, module in enumerate(running):
@@ -100,24 +100,25 @@ class FSDPBackend(Backend):
         self._last = last
         root, every = self._modules[ROOT], bool(self.options.reduce_every_micro_batch)
         root.set_requires_gradient_sync(last or every)
-        root.set_requires_all_reduce(last)  # over replicas; the scattered sums wait for it
+        root.set_requires_all_reduce(last)  # over replicas; the reduce-scattered sums are kept until then
         root.set_is_last_backward(last or every)
         for group, module in self._grouped():
-            if group.kept is True:  # the next micro-batch takes it as it is
+            if group.kept is True:  # the next micro-batch uses the gathered copy again
                 module.set_reshard_after_backward(last, recurse=False)
 
     def forget_failed_pass(self) -> None:
         forget_iteration(self.module)
 
     def _sum_whole(self, parameter: Tensor) -> None:
-        """The gradient of a parameter that is not sharded, summed over all ranks after the last micro-batch."""
+        """Sum the gradient of an unsharded parameter over all ranks after the last micro-batch."""
         if self._last and parameter.grad is not None:
             summed = parameter.grad.to(self.reduce_dtype)
             torch_dist.all_reduce(summed)
             parameter.grad.copy_(summed)
 
     def _sum_of_squares(self) -> Tensor:
-        """Sharded gradients are summed over one copy of the model, the others once: every rank holds them."""
+        """Sharded gradients are summed over one copy of the model. The others count once, because every rank holds
+        them."""
         grads = self._grads()
         sharded = self._squares(grad for grad in grads if isinstance(grad, DTensor))
         torch_dist.all_reduce(sharded, group=self._mesh.get_group("dp_shard"))
@@ -134,7 +135,8 @@ def _mesh(device_type: str, plan: WrapPlan) -> DeviceMesh:
 def _in_running_order(model: Model) -> list[FSDPModule]:
     """The groups below the root in the order of the forward pass.
 
-    That is the order of registration; only norms as separate groups, which are small, would come too late.
+    This is the order of registration; only norms that are separate groups would be gathered too late, and these are
+    small.
     """
     _, *below = fsdp_modules(model)
     return below
@@ -144,7 +146,7 @@ def _in_running_order(model: Model) -> list[FSDPModule]:
 
 
 def forget_iteration(root: nn.Module) -> None:
-    """Free what is gathered, drop gradients that wait, and let the next forward begin anew."""
+    """Free gathered copies, delete unreduced gradients, and reset FSDP's state for the next forward."""
     assert isinstance(root, FSDPModule)
     state: Any = root._get_fsdp_state()
     if torch.cuda.is_available():
@@ -162,7 +164,7 @@ def forget_iteration(root: nn.Module) -> None:
 
 
 def _reset(root: Any) -> None:
-    """What torch 2.13 does in `_reset_iter_state`, for 2.11 and 2.12, when no stream has anything left to do."""
+    """For torch 2.11 and 2.12: the same as `_reset_iter_state` in torch 2.13, if all streams have finished."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     root._comm_ctx.all_gather_state = None

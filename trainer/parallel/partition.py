@@ -1,8 +1,8 @@
 """Bytes that a compiled block keeps for its backward pass, as the compiler's partitioner chooses them.
 
-The partitioner (torch._functorch.partitioners, read in torch 2.13) knows three answers: what makes the backward pass
-fastest, also values that are cheap to make again; only what is dear to make (products, attention); and, for a smaller
-budget, as many of the products as fit. A test compares this with what it really chooses for blocks of real widths.
+The partitioner (torch._functorch.partitioners, read in torch 2.13) has three results: the values that make the backward
+pass fastest, including those that are cheap to recompute; only expensive values (products, attention); and, for a
+smaller budget, as many of the products as fit. A test compares this with its real choice for blocks of real widths.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from trainer.models.figures import BlockMemory, Value
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays from a block's forward, in bytes, without its input."""
+    """The bytes that a block keeps from its forward, without its input."""
 
     values: int
     casts: int
-    """Of its weights, in the dtype of the products; independent of the tokens."""
+    """Casts of its weights to the dtype of the products; independent of the number of tokens."""
     whole: int
-    """The same with nothing made again, casts included: what is there while its backward pass runs."""
+    """The bytes if nothing is recomputed, casts included: they exist while the block's backward pass runs."""
 
 
 def kept_by(block: BlockMemory, budget: float) -> Kept:
-    """Bytes that a compiled block keeps for the backward pass."""
+    """The bytes that a compiled block keeps for the backward pass."""
     everything = sum(value.size for value in block.values)
     budget = 1.0 if everything <= block.freed and budget > 0 else budget
     kept = kept_within(block.values, budget)
@@ -39,8 +39,8 @@ def kept_by(block: BlockMemory, budget: float) -> Kept:
 def partition_budget(block: BlockMemory, share: float) -> float:
     """The `activation_memory_budget` with which the partitioner keeps this share of a block's activations.
 
-    It reckons with all that a forward leaves, less its inputs. Where those are fp32 weights of which casts are left, it
-    takes the activations for smaller than they are, and would keep less.
+    The partitioner counts all values that a forward leaves, less its inputs. If these are fp32 weights of which casts
+    are left, it underestimates the activations, and would keep less.
     """
     everything = sum(value.size for value in block.values)
     if share in (0, 1) or everything <= block.freed:
@@ -49,7 +49,7 @@ def partition_budget(block: BlockMemory, share: float) -> float:
 
 
 def kept_within(values: Sequence[Value], budget: float) -> int:
-    """Bytes that the partitioner keeps of these for an `activation_memory_budget`."""
+    """The bytes of these values that the partitioner keeps for an `activation_memory_budget`."""
     everything = sum(value.size for value in values)
     if budget >= 1 or budget <= 0:
         return everything if budget >= 1 else 0
@@ -62,7 +62,7 @@ def kept_within(values: Sequence[Value], budget: float) -> int:
 
 @lru_cache(maxsize=256)
 def _fullest(products: tuple[Value, ...], room: int) -> int:
-    """The size of the products within `room` that save most work: there are at most a dozen, so all are tried."""
+    """The size of those products within `room` that save the most work. Tries all subsets of at most a dozen."""
     best = (0.0, 0)
     for choice in product((False, True), repeat=len(products)):
         taken = [value for value, chosen in zip(products, choice, strict=True) if chosen]

@@ -1,4 +1,4 @@
-"""A wrap plan as a value: what each group of parameters costs in bytes and traffic, and the plan in words."""
+"""A wrap plan as a value: the bytes and traffic of each group of parameters, and the plan as text."""
 
 from __future__ import annotations
 
@@ -15,45 +15,46 @@ class Group:
     """Parameters that are gathered in one collective and reduced in another."""
 
     name: str
-    """Hugging Face's name of the module; empty: the root, which has what no other group has."""
+    """Hugging Face's name of the module; empty: the root, which has the parameters of no other group."""
     params: int
     trainable: int
     local_params: int
-    """The largest share of one rank: the shards of a tensor are whole rows, and the first rank has most."""
+    """The largest number on one rank: shards of a tensor are whole rows, and the first rank has the most."""
     local_trainable: int
     local_bytes: int
     gathered_bytes: int
-    """The gathered copy in the compute dtype; 0 where the stored parameters are used as they are."""
+    """Bytes of the gathered copy in the compute dtype; 0 if the stored parameters are used directly."""
     kept: bool | int
-    """After the forward: gathered until the step's last backward (True), freed (False), sharded over so many ranks."""
+    """After the forward: gathered until the step's last backward (True), freed (False), or sharded over this many
+    ranks (an int)."""
     needed_again: bool = True
-    """Whether the backward needs the parameters: that of an embedding does not."""
+    """Whether the backward needs the parameters: an embedding's does not."""
 
 
 @dataclass(frozen=True)
 class WrapPlan:
-    """How a model is spread over the ranks, in numbers; sizes are of the rank that has most."""
+    """How a model is distributed over the ranks, in numbers. Sizes are those of the rank with the most."""
 
     backend: str
     strategy: str
     shards: int
     """Ranks that share one copy of the parameters."""
     replicas: int
-    """Copies."""
+    """The number of copies of the parameters."""
     groups: tuple[Group, ...]
     ignored: Group | None
-    """What `ignored_modules` leaves whole on every rank."""
+    """The parameters of `ignored_modules`, which are whole on every rank."""
     compute_dtype: str
     reduce_dtype: str
     reduce_bytes: int
-    """Of one gradient entry in the reduction."""
+    """Bytes of one gradient entry in the reduction."""
     state_bytes: float
-    """Of the optimizer's state for one trained parameter."""
+    """Bytes of the optimizer's state for one trained parameter."""
     forward_ahead: int
     backward_ahead: int
     offloaded: bool
     reduces_every: bool
-    """Gradients of each micro-batch, instead of those of a step."""
+    """Reduce the gradients of each micro-batch, instead of once per step."""
 
     @property
     def all_groups(self) -> tuple[Group, ...]:
@@ -78,38 +79,41 @@ class WrapPlan:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of the optimizer's state on this rank's device, which the first step makes."""
+        """Bytes of the optimizer's state on this rank's device, which the first step allocates."""
         return 0 if self.offloaded else round(self.state_bytes * self.local_trainable)
 
     @property
     def peak_gathered_bytes(self) -> int:
-        """Gathered copies alive at once: all that are kept, and of the freed ones those that are used or come next."""
+        """Bytes of gathered copies that exist at the same time: all kept ones, and of the freed ones those in use or
+        gathered ahead."""
         freed = sorted((group.gathered_bytes for group in self.groups if group.kept is not True), reverse=True)
         kept = sum(group.gathered_bytes // int(group.kept) for group in self.groups if group.kept)
         return kept + sum(freed[: 1 + max(1, self.forward_ahead, self.backward_ahead)])
 
     @property
     def unsharded_grad_bytes(self) -> int:
-        """Whole gradients that wait between the micro-batches of a step, so that each is reduced once; 0 unsharded."""
+        """Bytes of unsharded gradients kept between a step's micro-batches, so that each is reduced once; 0 if the
+        model is not sharded."""
         if self.backend != "fsdp" or self.reduces_every:
             return 0
         return self.reduce_bytes * sum(group.trainable for group in self.groups)
 
     @property
     def gather_bytes_per_micro_batch(self) -> float:
-        """Bytes that a rank receives to gather, forward and backward, what it does not keep."""
+        """Bytes that a rank receives in forward and backward to gather the groups that it does not keep."""
         return sum(
             group.gathered_bytes * _passes(group, self.shards) for group in self.groups if group.kept is not True
         )
 
     @property
     def gather_bytes_per_step(self) -> float:
-        """The same of what it keeps from the step's first forward to its last backward."""
+        """Bytes that it receives for groups that it keeps from the step's first forward to its last backward."""
         return sum(group.gathered_bytes for group in self.groups if group.kept is True) * _others(self.shards)
 
     @property
     def reduce_bytes_each(self) -> float:
-        """Bytes that a rank sends to reduce gradients once: scatter within a copy, sum over copies (rings)."""
+        """Bytes that a rank sends to reduce gradients once: reduce-scatter within a copy, all-reduce over copies
+        (rings)."""
         ranks = self.shards * self.replicas
         scattered = sum(group.trainable for group in self.groups) * _others(self.shards)
         summed = 2 * sum(group.local_trainable for group in self.groups) * _others(self.replicas)
@@ -169,12 +173,12 @@ class WrapPlan:
 
 
 def _others(ranks: int) -> float:
-    """The part of a tensor that the other ranks of a ring hold."""
+    """The share of a tensor that the other ranks of a ring hold."""
     return (ranks - 1) / ranks
 
 
 def _passes(group: Group, shards: int) -> float:
-    """How often a micro-batch brings the other ranks' part of a group: forward, and backward where that needs it."""
+    """How often a micro-batch gathers a group, times the other ranks' share: in forward, and in backward if needed."""
     forward = _others(shards)
     if not group.needed_again:
         return forward
@@ -190,7 +194,7 @@ def _after(kept: bool | int, needed_again: bool) -> str:
 
 
 def _alike(groups: tuple[Group, ...]) -> Iterator[tuple[str, Group]]:
-    """Groups of the same kind, size and fate together: `model.layers.*: 28 groups`; the root last."""
+    """Groups with the same name pattern, size and `kept` together: `model.layers.*: 28 groups`; the root last."""
     kinds: dict[tuple[str, int, bool | int], list[Group]] = {}
     for group in groups:
         kinds.setdefault((re.sub(r"\d+", "*", group.name), group.params, group.kept), []).append(group)

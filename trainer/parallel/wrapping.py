@@ -1,4 +1,4 @@
-"""Which parameters are stored, gathered and reduced together. Pure.
+"""Decides which parameters are stored, gathered and reduced together. Without side effects.
 
 The plan is made from a model on the meta device, so that `--inspect` can show it for any number of ranks.
 """
@@ -25,10 +25,10 @@ from trainer.words import first_few
 
 
 def plan_wrapping(model: Model, config: Config, world_size: int) -> WrapPlan:
-    """The plan for a model, as configured, on so many ranks.
+    """The plan for a model with this config on `world_size` ranks.
 
-    Raises ConfigError where `parallel` names classes or modules that the model has not, or asks for groups so large
-    that there is none.
+    Raises ConfigError if `parallel` names classes or modules that the model does not have, or requires groups so large
+    that there are none.
     """
     options, backend = config.parallel, backend_of(config, world_size)
     how = sharding(options)
@@ -54,7 +54,7 @@ def plan_wrapping(model: Model, config: Config, world_size: int) -> WrapPlan:
 
 
 def replan(plan: WrapPlan, config: Config) -> WrapPlan:
-    """The plan with what may change while parameters stay where they are: what is kept gathered, when is reduced."""
+    """The plan with the new config's settings that do not move parameters: what stays gathered, and when to reduce."""
     if plan.backend != "fsdp":
         return plan
     how = sharding(config.parallel)
@@ -69,7 +69,7 @@ def replan(plan: WrapPlan, config: Config) -> WrapPlan:
 
 
 def ignored_names(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """The modules that the patterns name. Raises ConfigError for a pattern that names none."""
+    """The names of the modules that match the patterns. Raises ConfigError for a pattern without a match."""
     names = [name for name, _ in model.named_modules() if name]
     found = [name for pattern in patterns for name in matching(pattern, names, "parallel.ignored_modules")]
     return list(dict.fromkeys(found))
@@ -84,7 +84,7 @@ class _Planner:
         self.wrappable = {n: m for n, m in model.named_modules() if n and m not in self.units.inseparable}
 
     def groups(self, how: Sharding) -> tuple[Group, ...]:
-        """The chosen modules bottom-up, then the root; without groups that have no parameter."""
+        """The chosen modules bottom-up, then the root; without groups that have no parameters."""
         taken = {id(p) for p in self._ignored()}
         found = []
         for name in [*sorted(self._chosen(), key=lambda name: -name.count(".")), ROOT]:
@@ -95,13 +95,13 @@ class _Planner:
         return tuple(found)
 
     def _fate(self, name: str, how: Sharding) -> dict[str, Any]:
-        """What becomes of a group's gathered copy: that of an embedding is never used again."""
+        """What happens to a group's gathered copy after the forward: an embedding's is not needed again."""
         if isinstance(self.model.get_submodule(name), nn.Embedding):
             return {"kept": False, "needed_again": False}
         return {"kept": _kept(name, how)}
 
     def whole(self) -> Group:
-        """The model in one piece, used as it is stored."""
+        """The whole model as one group, used as it is stored."""
         return self._measure(ROOT, list(self.model.parameters()), shards=1, gathered=False)
 
     def ignored_group(self) -> Group | None:
@@ -132,10 +132,10 @@ class _Planner:
         return {known[name] for name in self.options.wrap_classes}
 
     def _by_size(self) -> list[str]:
-        """FSDP1's rule: a module whose parameters in no group below it are at least `min_num_params` is a group."""
+        """FSDP1's rule: a module is a group if its parameters outside of lower groups are at least `min_num_params`."""
         least, chosen = self.options.min_num_params, []
         rest: dict[str, int] = {}
-        for name, module in reversed(list(self.model.named_modules())):  # children before what they belong to
+        for name, module in reversed(list(self.model.named_modules())):  # children before their parents
             own = sum(p.numel() for p in module.parameters(recurse=False))
             below = sum(rest[f"{name}.{child}" if name else child] for child, _ in module.named_children())
             rest[name] = own + below
@@ -177,7 +177,7 @@ class _Planner:
 
 
 def _kept(name: str, how: Sharding) -> bool | int:
-    """Of a group after its forward; root and head are used again at once."""
+    """`Group.kept` for a group; root and head stay gathered, because they are used again at once."""
     if name in (ROOT, HEAD):
         return True
     return not how.reshard if isinstance(how.reshard, bool) else how.reshard

@@ -1,4 +1,4 @@
-"""Traces of the steps that the config names, with a table of where each went, and memory snapshots; by every rank."""
+"""Every rank's traces of the steps that the config names, with a table of each step's time, and memory snapshots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROFILE_DIR = "profile"
 
 
 def step_watchers(run: Run) -> list[StepWatcher]:
-    """Who wants to watch steps of this run; says so where a named step cannot be watched."""
+    """The watchers for this run's steps; prints a note if a named step is before the start."""
     train, on_gpu = run.config.train, run.dist.device.type == "cuda"
     watchers: list[StepWatcher] = []
     for key, steps, watcher in (
@@ -37,25 +37,25 @@ def step_watchers(run: Run) -> list[StepWatcher]:
         if past:
             run.log.note(f"note: train.{key} holds {past[0]}, and this start goes on after step {run.start_step}")
         if key == "memory_snapshot_steps" and not on_gpu:
-            continue  # config_notes says so
+            continue  # config_notes has a note about it
         watchers += [partial(watcher, run)] if steps else []
     return watchers
 
 
 @contextmanager
 def trace_step(run: Run, step: int, values: list[StepValues]) -> Iterator[None]:
-    """A trace of all calls and kernels in this step with their shapes, if the config names it, and a table of it."""
+    """If the config names this step: a trace of its calls and kernels with their shapes, and a table of its time."""
     if step not in run.config.train.profile_steps:
         yield
         return
     on_gpu = run.dist.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     compiled = _compiled_frames()
-    _synchronize(run)  # what earlier steps have queued does not
+    _synchronize(run)  # kernels of earlier steps do not belong to the trace
     with profile(activities=activities, record_shapes=True) as profiler:
         gather(None, run.dist.control_group)  # a rank whose profiler started late would look like communication
         yield
-        _synchronize(run)  # what the step has queued belongs to its trace
+        _synchronize(run)  # kernels of this step belong to the trace
     run.dist.progress.enter("saving")  # reading a large trace takes a while
     time = where_it_went(profiler, on_gpu=on_gpu)
     ceiling = _ceiling(run, time, values[0]) if values else None
@@ -72,7 +72,7 @@ def trace_step(run: Run, step: int, values: list[StepValues]) -> Iterator[None]:
 
 
 def where_it_went(profiler: profile, *, on_gpu: bool) -> StepTime:
-    """Of what the profiler saw: the device's kernels, or the operators where there is no device."""
+    """The step's time from the profiler's events: the device's kernels, or without a device the operators."""
     wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
     events = [
         Event(event.name, event.time_range.start, event.time_range.end, event.device_resource_id)
@@ -84,8 +84,8 @@ def where_it_went(profiler: profile, *, on_gpu: bool) -> StepTime:
 
 
 def _is_work(name: str, *, is_annotation: bool, on_gpu: bool) -> bool:
-    """Whether it is a kernel or an operator: not a name that somebody gave to a stretch of time, nor a wait."""
-    if is_annotation:  # torch's own names an optimizer's operators; on a GPU it would cover gaps between kernels
+    """Whether an event is a kernel or an operator, and not an annotated interval or a wait."""
+    if is_annotation:  # torch's stands for an optimizer's operators; on a GPU it would cover gaps between kernels
         return not on_gpu and name.startswith("Optimizer.")
     return not name.endswith((" Sync", " Wait Event"))
 
@@ -93,7 +93,7 @@ def _is_work(name: str, *, is_annotation: bool, on_gpu: bool) -> bool:
 def _table(
     run: Run, step: int, time: StepTime, ceiling: Ceiling | None, *, compiled: int
 ) -> tuple[list[str], dict[str, Any]]:
-    """Where the step went, for the eye and for JSON."""
+    """The table of the step's time, as lines and as JSON."""
     what = "on the device" if time.on_device else "by operator, as there is no device"
     lines = [f"where step {step} of rank {run.dist.rank} went, {what}:", *time.lines()]
     lines += [] if ceiling is None else [ceiling.line()]
@@ -104,7 +104,7 @@ def _table(
 
 
 def _ceiling(run: Run, time: StepTime, values: StepValues) -> Ceiling | None:
-    """Of bf16 products on a card that is known; with the mean of all ranks' tokens, as they share them evenly."""
+    """The ceiling for bf16 products on a known card, with the ranks' mean number of tokens, as they share evenly."""
     sustained = sustained_flops(torch.cuda.get_device_name(run.dist.device)) if time.on_device else None
     if run.peak_flops is None or sustained is None or uses_float8(run.module):
         return None
@@ -121,14 +121,14 @@ def _ceiling(run: Run, time: StepTime, values: StepValues) -> Ceiling | None:
 
 
 def _compiled_frames() -> int:
-    """How many pieces of Python torch.compile has compiled in this process so far."""
+    """Number of Python frames that torch.compile has compiled in this process so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second
     return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
 
 
 @contextmanager
 def snapshot_step(run: Run, step: int, values: list[StepValues]) -> Iterator[None]:
-    """Every allocation on the GPU in this step with its stack, if the config names it."""
+    """If the config names this step: records every allocation on the GPU with its stack."""
     if step not in run.config.train.memory_snapshot_steps:
         yield
         return
@@ -144,7 +144,7 @@ def snapshot_step(run: Run, step: int, values: list[StepValues]) -> Iterator[Non
 
 
 def _await_all(run: Run) -> None:
-    """Return when all ranks are here: waiting for one that writes longer would look like a part of the next step."""
+    """Return when all ranks are here: waiting for a rank that writes longer would look like part of the next step."""
     gather(None, run.dist.control_group)
 
 
@@ -158,7 +158,7 @@ Write = Callable[[Path], object]
 
 
 def _write(run: Run, name: str, files: dict[str, Write]) -> None:
-    """Write NAME.SUFFIX for each suffix; a disk that does not take them costs the files, not the run."""
+    """Write NAME.SUFFIX for each suffix. If the disk fails, the files are missing, and the run continues."""
     run.dist.progress.enter("saving")
     folder = run.run_dir / PROFILE_DIR
     paths = {suffix: folder / f"{name}.{suffix}" for suffix in files}

@@ -1,7 +1,7 @@
-"""Where a step's time went: kernels sorted into classes, and intervals counted so that the classes add up to the step.
+"""A step's time by classes of kernels: intervals are counted so that the classes add up to the step.
 
 Kernels of several streams run at the same time. A moment in which several classes run belongs to the first of them in
-the order of CLASSES: a row is the time that its class adds to those above it, and the rest of it is hidden behind them.
+the order of CLASSES: a row is the time that its class adds to the rows above; the rest of its time is hidden by them.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ COMMUNICATION = "communication, exposed"
 GAPS = "gaps"
 REST = "elementwise and the rest"
 CLASSES = ("products", "attention", "loss", "optimizer", "copies", REST, COMMUNICATION)
-"""From what a step is for to what should hide behind it."""
+"""From a step's main work to work that should overlap with it."""
 
 KERNELS = (
     (COMMUNICATION, r"nccl|multimem|symm_mem|(one|two)_shot_all_reduce"),
     ("products", r"^triton_tem_.*(?<![a-z])b?mm"),
     ("attention", r"^triton_tem_"),  # FlexAttention
     ("loss", r"^softmax_gradient|^scale$|^triton_.*softmax"),
-    (REST, r"^triton_"),  # a fused kernel's name lists whatever operators it was made of
+    (REST, r"^triton_"),  # a fused kernel's name lists its operators
     ("attention", r"fmha|flash|sdpa|attention|cudnn::fusion|dot_do_o|convert_dq"),
     ("loss", r"soft_?max|nll_?loss"),
     ("optimizer", r"adam|lpnorm|lpmax|norm(one|two|inf)?ops|multi_tensor_apply_kernel(?!.*copy)"),
     ("copies", r"^mem(cpy|set)|split_with_sizes|chunk_cat|catarray|copy"),
     ("products", r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|wgmma"),
 )
-"""The first pattern that a kernel's name matches, in any case, decides: names as CUDA 12 and 13 show them on an H100,
-of cuBLAS, cuDNN, flash-attention, Inductor, NCCL and torch's own. What matches none is the rest."""
+"""A kernel belongs to the first pattern that its name matches, in upper or lower case: names of cuBLAS, cuDNN,
+flash-attention, Inductor, NCCL and torch, as CUDA 12 and 13 show them on an H100. Without a match: the rest."""
 OPERATORS = (
     (COMMUNICATION, r"^(gloo|nccl|mpi):|^c10d::|^_c10d_functional"),
     ("attention", r"scaled_dot_product|flash_attention|flex_attention"),
@@ -39,11 +39,11 @@ OPERATORS = (
     ("optimizer", r"^optimizer\.|adam|_foreach_norm|linalg_vector_norm"),
     ("copies", r"^aten::(_to_copy|copy_|cat|_chunk_cat|split_with_sizes_copy)$|^fsdp::"),
 )
-"""The same for the operators that a trace on the CPU names."""
+"""The same for the operators in a trace on the CPU."""
 
 
 class Event(NamedTuple):
-    """A kernel on the device, or an operator on the host; operators contain one another."""
+    """A kernel on the device, or an operator on the host; operators can contain others."""
 
     name: str
     start_us: float
@@ -53,8 +53,8 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """A row: `ms` belong to it alone, `hidden_ms` it ran at the same time as a row above it (on the host: was called
-    from there)."""
+    """A row: `ms` counts only for it; during `hidden_ms` it ran at the same time as a row above it (on the host: was
+    called from there)."""
 
     name: str
     ms: float
@@ -68,7 +68,7 @@ class StepTime:
 
     span_ms: float
     shares: tuple[Share, ...]
-    """The classes in their order, and the gaps, in which nothing ran."""
+    """The classes in their order, then the gaps, in which nothing ran."""
     on_device: bool = True
 
     def of(self, name: str) -> Share:
@@ -95,13 +95,13 @@ class StepTime:
 
 
 def where_kernels_went(events: Iterable[Event]) -> StepTime:
-    """Of the kernels, copies and fills of one device."""
+    """The time of the kernels, copies and fills of one device."""
     return _step_time(list(events), class_of_kernel, on_device=True)
 
 
 def where_operators_went(events: Iterable[Event]) -> StepTime:
-    """Of the operators of one process without a device; what an operator calls counts in the class of what is called,
-    if that stands above its own."""
+    """The time of the operators of one process without a device. An operator that another one calls counts in its own
+    class, if that is above the caller's."""
     return _step_time(list(events), class_of_operator, on_device=False)
 
 
@@ -137,11 +137,11 @@ def _ms(us: float) -> float:
 
 
 Intervals = list[tuple[float, float]]
-"""Ordered and apart from one another."""
+"""Sorted intervals that do not overlap."""
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """The moments that at least one of the intervals covers."""
+    """The time that at least one of the intervals covers."""
     merged: Intervals = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -168,7 +168,7 @@ class Ceiling:
     gaps: float
     exposed: float
     mfu_without: float
-    """If there were neither gaps nor exposed communication."""
+    """MFU without gaps and without exposed communication."""
 
     def line(self) -> str:
         return (
@@ -181,8 +181,8 @@ class Ceiling:
 def ceiling_of(
     time: StepTime, *, products: float, attention: float, peak_flops: float, sustained_flops: float
 ) -> Ceiling | None:
-    """`products` and `attention`: operations of the step on this card that training needs, so neither recomputed nor
-    padded ones. None for a step without products."""
+    """`products` and `attention`: operations of the step on this card that training needs, without recomputation and
+    padding. None for a step without products."""
     products_s = time.of("products").ms / 1e3
     if products_s == 0:
         return None

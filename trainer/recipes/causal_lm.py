@@ -1,4 +1,4 @@
-"""Training of a causal language model, from tokenizer to verified export: what its recipes have in common."""
+"""Training of a causal language model, from tokenizer to verified export: the common part of its recipes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CausalLM:
     build_data: Callable[..., Data]
     """Called as build_data(config, ranks, tokenizer, run_dir=…, model_vocab=…)."""
     hash_of: Callable[[PreTrainedTokenizerFast], str]
-    """Changes with whatever of the tokenizer the data depends on."""
+    """A hash of the tokenizer that changes if the tokenized data would change."""
     family: Family = DECODERS
     state: ExtraState | None = None
 

@@ -1,7 +1,7 @@
-"""Memory for copies of a state: whether this host has it, and what the GPU can spare.
+"""Memory for copies of a state: whether this host has enough, and how much the GPU can spare.
 
-A copy on the GPU takes milliseconds. The way to the host takes hundreds of them (some 50 GB/s), and an optimizer's step
-would wait for it.
+A copy on the GPU takes milliseconds. A copy to the host takes hundreds of them (some 50 GB/s), and the optimizer's step
+would have to wait for it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from trainer.tensors import local_tensor
 from trainer.words import render_bytes
 
 SHARE_OF_MEMORY = 0.8
-"""Of the host memory that is available, what the copies of all ranks of this node may take."""
+"""The share of the available host memory that the copies of all ranks of this node may take."""
 SAVER_BYTES = 300 * 2**20
-"""What a saver process takes beside the copy: Python and torch without CUDA (torch 2.13: 274 MB)."""
+"""The memory of a saver process without the copy: Python and torch without CUDA (torch 2.13: 274 MB)."""
 CODES_BYTES = 256 * 4
-"""The values that 8-bit codes stand for."""
+"""The table of values that the 8-bit codes stand for."""
 RESERVE, RESERVE_BYTES = 0.05, 2 * 2**30
-"""What is left free, the larger of a part of the GPU's memory and some bytes: for what the training may yet ask for and
-what asks the driver itself, NCCL and kernels that are loaded late."""
+"""What stays free, as a share of the GPU's memory and in bytes; the larger one counts. It is for later allocations of
+the training, and for those that go directly to the driver: NCCL and kernels that are loaded late."""
 
 
 def expected_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What `sharded_state` will take once the optimizer has its state; too little for optimizers not known here."""
+    """The bytes of `sharded_state` once the optimizer has its state; too low for optimizers not known here."""
     return packed_bytes({"model": model_state(model)}) + sum(_optimizer_sizes(optimizer))
 
 
 def why_no_room(needed: int, *, available: int | None = None, ranks: int | None = None) -> str | None:
-    """Why this node's ranks cannot hold a copy of `needed` bytes each and their savers; None when they can."""
+    """Why this node has no memory for the savers and for a copy of `needed` bytes per rank; None if it has."""
     available = available_bytes() if available is None else available
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks is None else ranks
     if available is None or (needed + SAVER_BYTES) * ranks <= SHARE_OF_MEMORY * available:
@@ -53,11 +53,11 @@ def _optimizer_sizes(optimizer: torch.optim.Optimizer) -> Iterator[int]:
     for group in optimizer.param_groups:
         for parameter in (p for p in group["params"] if p.requires_grad):
             state = optimizer.state.get(parameter)
-            if state:  # of a run that goes on from a checkpoint
+            if state:  # the run resumes from a checkpoint
                 yield packed_bytes(dict(state))
             elif isinstance(optimizer, torch.optim.AdamW):
                 yield 2 * _size(parameter) + room_for(4)
-            elif hasattr(optimizer, "found_inf"):  # our own, whose state is in 8 bits
+            elif hasattr(optimizer, "found_inf"):  # the trainer's own, with 8-bit state
                 yield 2 * _low_bit_size(parameter) + room_for(4)
 
 
@@ -77,10 +77,10 @@ def _low_bit_size(parameter: Tensor) -> int:
 
 
 class SpareMemory:
-    """Memory of a CUDA device, asked for at each save and given back to torch's allocator right after.
+    """Memory of a CUDA device, taken at each save and returned to torch's allocator right after.
 
-    How much is settled when it is first asked for, after steps have taken what they need. Once the training has run
-    short of memory, so that the allocator gave this back to the device, there is none any more.
+    The first call fixes the size, after steps have allocated the memory that they need. Once the training has run short
+    of memory, so that the allocator returned this memory to the device, `take` returns none any more.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,7 +89,7 @@ class SpareMemory:
         self._shortages = 0
 
     def take(self, needed: int) -> Tensor:
-        """[bytes] uint8 in the pool of the current stream: as many as were needed the first time, or fewer, or none."""
+        """[bytes] uint8 in the pool of the current stream, of the size needed at the first call, smaller, or empty."""
         if self._size is None:
             self._size = spare_bytes(needed, *torch.cuda.mem_get_info(self._device))
             self._shortages = shortages(self._device)
@@ -103,10 +103,10 @@ class SpareMemory:
 
 
 def spare_bytes(needed: int, free: int, total: int) -> int:
-    """How many of the `needed` bytes a device with so much free memory can do without."""
+    """How many of the `needed` bytes a device with `free` of `total` bytes can spare."""
     return max(0, min(needed, free - max(int(RESERVE * total), RESERVE_BYTES)))
 
 
 def shortages(device: torch.device) -> int:
-    """How often torch's allocator had to give back what it kept, to find memory on the device."""
+    """How often torch's allocator had to return cached memory to the device and retry."""
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

@@ -1,8 +1,8 @@
-"""The process that writes one rank's part of the checkpoints, so that the trainer's interpreter does nothing but train.
+"""The saver process: writes one rank's part of the checkpoints, so that the trainer's interpreter only trains.
 
-It reads the state from memory that both map, and never touches a GPU. It ends when its trainer does, however that
-ends: a start that comes after it finds nobody writing. The trainer alone decides when it ends before: it starts this
-process with SIGINT, SIGTERM and SIGHUP blocked, which the system or a terminal send to the whole process group.
+It reads the state from shared memory and never uses a GPU. It ends when its trainer ends, in whatever way, so that no
+saver of an earlier start is still writing. Only the trainer decides whether it ends earlier: it starts this process
+with SIGINT, SIGTERM and SIGHUP blocked, which the system or a terminal sends to the whole process group.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 NICENESS = 10
-"""The training's own threads come first once the saver is up; before, on a busy host, it would never come up."""
+"""Gives the training's threads priority. Set only after the saver's start: on a busy host it would never start up."""
 EXPENDABLE = "500"
-"""Where the system runs out of memory it ends this process before a trainer, which can do without."""
+"""The OOM score: if the system runs out of memory, it ends this process first; the trainer can continue without it."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -34,23 +34,23 @@ def main() -> None:
 
 
 def serve(connection: Connection, *, niceness: int = 0) -> None:
-    """Join the other savers and write what is ordered, until the trainer's end of the connection closes."""
+    """Join the other savers and carry out orders, until the trainer's end of the connection closes."""
     threading.Thread(target=end_with, args=(connection.fileno(),), name="trainer gone", daemon=True).start()
-    from trainer.saver.serve import serve_orders  # imports torch: seconds, while the trainer goes on
+    from trainer.saver.serve import serve_orders  # imports torch: takes seconds; the trainer does not wait
 
     serve_orders(connection, niceness=niceness)
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the parent ends, though a child of it may hold its end of the connection open."""
-    with suppress(OSError, AttributeError):  # a Linux call; elsewhere the connection alone tells
+    """Have the kernel kill this process when the parent ends: a child of the parent may keep the connection open."""
+    with suppress(OSError, AttributeError):  # Linux only; elsewhere only the connection shows the parent's end
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def end_with(descriptor: int) -> None:
-    """End this process, in the middle of a save too, once the other end is closed: a checkpoint is whole or absent."""
+    """End this process once the other end is closed, even during a save: a checkpoint is either complete or absent."""
     watch = select.poll()
     watch.register(descriptor, select.POLLHUP | getattr(select, "POLLRDHUP", 0))
     watch.poll()

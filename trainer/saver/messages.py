@@ -1,6 +1,6 @@
-"""What the trainer and its saver process say to each other, over a socket between the two alone.
+"""The messages between a trainer and its saver process, over a private socket.
 
-The savers of a run find each other where their trainers did: in the same key-value store.
+The savers of a run find each other through the same key-value store as the trainers.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from trainer.checkpoint.write import Order
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A key-value store that every saver can reach: that of the trainers, under another name."""
+    """A key-value store that every saver can reach: the trainers' store, with another key prefix."""
 
     address: str
     """A host, or the path of a file."""
     port: int | None
-    """None: of a file."""
+    """None for a file."""
     name: str
 
     def open(self, timeout_s: float) -> torch_dist.Store:
-        """A connection of this process's own."""
+        """A separate connection for this process."""
         if self.port is None:
-            store: torch_dist.Store = torch_dist.FileStore(self.address, -1)  # it does not count who uses it
+            store: torch_dist.Store = torch_dist.FileStore(self.address, -1)  # -1: it does not count its users
         else:
             timeout = timedelta(seconds=timeout_s)
             store = torch_dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout)
@@ -38,7 +38,7 @@ class Rendezvous:
 
 
 def rendezvous_at(store: torch_dist.Store | None, name: str) -> Rendezvous | None:
-    """Where savers can meet that know the trainers' store only by this; None where they cannot."""
+    """How savers can reach the trainers' store; None if they cannot."""
     while isinstance(store, torch_dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, torch_dist.TCPStore):
@@ -50,7 +50,7 @@ def rendezvous_at(store: torch_dist.Store | None, name: str) -> Rendezvous | Non
 
 @dataclass(frozen=True)
 class Setup:
-    """To the saver, first: its place among the savers, and where they meet (None: it is alone)."""
+    """To the saver, first: its rank among the savers, and their rendezvous (None if it is the only one)."""
 
     rank: int
     world_size: int
@@ -60,12 +60,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Ready:
-    """From the saver, once: all savers have met."""
+    """From the saver, once: all savers have joined."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """To the saver: write this. `region_bytes`: a descriptor of a new region of that size follows."""
+    """To the saver: write this. `region_bytes`: if set, the descriptor of a new region of this size follows."""
 
     order: Order
     state: State
@@ -75,14 +75,14 @@ class Save:
 
 @dataclass(frozen=True)
 class StageReached:
-    """From the saver, where the order asks for it: it has passed this point, and waits for any answer."""
+    """From the saver, if the order asks for it: it has reached this stage and waits for any answer."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """From the saver: how a save ended. An error is the same on all ranks; a loss ends the saver."""
+    """From the saver: how a save ended. `error` is the same on all ranks; after `lost` the saver ends."""
 
     note: str = ""
     error: str = ""
@@ -90,11 +90,11 @@ class Outcome:
 
 
 def send(connection: Connection, message: Any) -> None:
-    """Raises OSError when the other end is gone."""
-    # not Connection.send: torch would pass tensors on through its own shared memory
+    """Raises OSError if the other end is closed."""
+    # not Connection.send: torch would pass tensors through its own shared memory
     connection.send_bytes(pickle.dumps(message))
 
 
 def receive(connection: Connection) -> Any:
-    """The next message. Raises EOFError or OSError when the other end is gone."""
+    """The next message. Raises EOFError or OSError if the other end is closed."""
     return pickle.loads(connection.recv_bytes())

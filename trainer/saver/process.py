@@ -1,4 +1,4 @@
-"""The trainer's end of its saver process: start it, order, answer at points, and learn how it ended."""
+"""The trainer's side of its saver process: starts it, sends orders, answers at stages, and finds out how it ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.saver.messages import Outcome, Ready, Save, Setup, StageReached, re
 from trainer.saver.region import Region
 
 NOT_FOR_A_SAVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-"""Sent to the whole process group by a terminal or a scheduler; the trainer decides what becomes of a save."""
+"""Signals that a terminal or a scheduler sends to the whole process group; the trainer decides whether a save ends."""
 
 
 @dataclass(frozen=True)
@@ -31,27 +31,27 @@ class Launched:
     connection: Connection
     pid: int
     end: Callable[[], str]
-    """Kill it, if it has not ended, and say how it ended: `was ended by signal 9 (SIGKILL)`."""
+    """Kills the process if it is still running, and returns how it ended: `was ended by signal 9 (SIGKILL)`."""
 
 
 Launch = Callable[[], Launched]
 
 
 def launch_saver() -> Launched:
-    """Start a saver of this rank; call this in the main thread, for the saver ends with the thread that starts it.
+    """Start this rank's saver. Call this in the main thread, because the saver ends with the thread that started it.
 
-    Raises OSError when it cannot be started.
+    Raises OSError if it cannot be started.
     """
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "trainer.saver.main", str(theirs.fileno()), str(os.getpid())]
     with theirs:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_A_SAVER)  # the child has the mask for good
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_A_SAVER)  # the child inherits the mask
         try:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 env=saver_environment(),
-                # the run folder's lock, so that no later start finds this process writing
+                # the run folder's locks, so that no later start begins while this process still writes
                 pass_fds=(theirs.fileno(), *held_descriptors()),
             )
         except OSError:
@@ -63,14 +63,14 @@ def launch_saver() -> Launched:
 
 
 def saver_environment() -> dict[str, str]:
-    """No GPU, one thread, and the modules that this process would find."""
+    """The saver's environment: no GPU, one thread, and this process's module search path."""
     paths = [str(Path(trainer.__file__).parents[1]), *(path for path in sys.path if path)]
     own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _ended(process: subprocess.Popen[bytes]) -> str:
-    with suppress(subprocess.TimeoutExpired):  # its end of the connection closes a moment before it has ended
+    with suppress(subprocess.TimeoutExpired):  # the connection closes shortly before the process ends
         process.wait(0.2)
     process.kill()
     code = process.wait()
@@ -83,26 +83,27 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
 
 
 class SaverProcess:
-    """Use it from one thread at a time."""
+    """The connection to a saver process. Only one thread may use it at a time."""
 
     def __init__(self, launched: Launched, setup: Setup) -> None:
-        """Raises OSError when it has ended already."""
+        """Raises OSError if the process has already ended."""
         self._connection = launched.connection
         self._end = launched.end
         self._region: Region | None = None
         send(self._connection, setup)
 
     def wait_until_up(self) -> str:
-        """Wait until all savers have met; how this one was lost, empty when it was not."""
+        """Wait until all savers have joined. Returns how this one was lost; empty if it was not."""
         answer = self._answer()
         return "" if isinstance(answer, Ready) else self._lost(answer)
 
     def is_gone(self) -> bool:
-        """Whether it has ended; only while nothing is expected of it."""
+        """Whether the process has ended. Call this only while no answer is expected from it."""
         return self._connection.closed or self._connection.poll()
 
     def save(self, order: Order, state: State, region: Region, on_stage: StageHook) -> Outcome:
-        """Have a state written that is in the region; `on_stage` hears of each point before it is passed."""
+        """Have the saver write a state that is in the region. `on_stage` is called at each stage; the saver waits for
+        its return."""
         new = region is not self._region
         try:
             send(self._connection, Save(order, state, region.size if new else None, on_stage is not ignore_stage))
@@ -113,12 +114,13 @@ class SaverProcess:
             return Outcome(lost=self._lost(None))
         while isinstance(answer := self._answer(), StageReached):
             on_stage(answer.name)
-            with suppress(OSError):  # the next answer tells
+            with suppress(OSError):  # the next answer shows it
                 send(self._connection, None)
         return answer if isinstance(answer, Outcome) and not answer.lost else Outcome(lost=self._lost(answer))
 
     def kill(self) -> str:
-        """End it, from any thread: who waits for its answer hears that it is gone. Says how it ended."""
+        """Kill the process, from any thread; a thread that waits for its answer then sees that it is lost. Returns how
+        it ended."""
         return self._end()
 
     def end(self) -> str:

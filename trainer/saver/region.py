@@ -1,6 +1,6 @@
-"""Memory that the trainer and its saver process both map, and a rank's state in it: bytes, and a description of them.
+"""Memory shared by the trainer and its saver process, and a rank's state in it: bytes, and a description of them.
 
-What is described: plain tensors, those that are several in one (8-bit optimizer state), and shards of either.
+The description covers plain tensors, tensors made of several others (8-bit optimizer state), and shards of both.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every dtype's size."""
 
 Put = Callable[[int, Tensor], None]
-"""Hears where each plain tensor belongs: its offset in bytes, and the tensor."""
+"""Called for each plain tensor, with its offset in bytes and the tensor."""
 
 
 class Region:
-    """`size` bytes of anonymous shared memory, which last as long as a process has them mapped or open."""
+    """`size` bytes of anonymous shared memory; they exist as long as a process has them mapped or open."""
 
     def __init__(self, descriptor: int, size: int) -> None:
-        """Map what a descriptor stands for; the descriptor is this object's from now on."""
+        """Map the memory of a descriptor. This object then owns the descriptor."""
         self.descriptor = descriptor
         self.size = size
         self._memory = mmap.mmap(descriptor, size)
-        with suppress(OSError, AttributeError, ValueError):  # fewer pages to map, where the system has large ones
+        with suppress(OSError, AttributeError, ValueError):  # fewer pages to map, if the system has large ones
             self._memory.madvise(mmap.MADV_HUGEPAGE)
 
     @classmethod
     def create(cls, size: int) -> Region:
-        """A new region, its pages not yet made. No file below /dev/shm: a container has 64 MB of that.
+        """A new region; its pages are not allocated yet. Not a file in /dev/shm, because containers have 64 MB there.
 
-        Raises OSError where the system has no such memory.
+        Raises OSError if the system has no such memory.
         """
         descriptor = _memfd()(NAME)
         os.ftruncate(descriptor, max(size, mmap.PAGESIZE))
@@ -54,25 +54,25 @@ class Region:
 
     @cached_property
     def bytes(self) -> Tensor:
-        """[size] uint8: all of it."""
+        """[size] uint8: the whole region."""
         return torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor that lies at an offset, whose storage begins and ends with it."""
+        """The tensor at an offset. Its storage covers exactly this tensor."""
         count = torch.Size(shape).numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes with the last tensor in it, and with the other process's."""
+        """Close the descriptor. The memory is freed when no tensor uses it, here and in the other process."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 def why_no_shared_memory() -> str | None:
-    """Why this system has no memory for two processes that is no file; None where it has."""
+    """Why this system cannot share memory between processes without a file; None if it can."""
     return None if _libc_memfd() or hasattr(os, "memfd_create") else "this system has no memfd_create"
 
 
@@ -86,7 +86,7 @@ def _memfd() -> Callable[[str], int]:
 
 
 def _libc_memfd() -> Callable[[str], int] | None:
-    """The C library's function: a Python that was built on an older system lacks its own."""
+    """The C library's function: a Python that was built on an older system lacks os.memfd_create."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
     if function is None:
         return None
@@ -114,7 +114,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Compound:
-    """A tensor that keeps its values in several others."""
+    """A tensor that stores its values in several other tensors."""
 
     kind: type[Any]
     parts: dict[str, Any]
@@ -125,7 +125,7 @@ class Compound:
 
 @dataclass(frozen=True)
 class Sharded:
-    """This rank's part of a tensor of the given shape, which the ranks of a mesh hold together."""
+    """This rank's part of a tensor that is sharded over the ranks of a mesh. `shape`: of the full tensor."""
 
     local: Plain | Compound
     mesh: Any
@@ -136,7 +136,7 @@ class Sharded:
 
 
 def pack(state: State, put: Put) -> State:
-    """The state with a description in place of each tensor; `put` hears of each plain one, of tied ones once."""
+    """The state with a description in place of each tensor. Calls `put` for each plain one, once for tied ones."""
     return _Packer(put).pack(state)
 
 
@@ -148,7 +148,7 @@ def packed_bytes(state: State) -> int:
 
 
 def room_for(size: int) -> int:
-    """The bytes that a tensor of this many takes."""
+    """The bytes that a tensor of `size` bytes takes in a region."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -156,7 +156,7 @@ class _Packer:
     def __init__(self, put: Put) -> None:
         self._put = put
         self._done: dict[Key, Plain] = {}
-        self._meshes: dict[int, Any] = {}  # torch computes its ranks anew each time
+        self._meshes: dict[int, Any] = {}  # torch recomputes the ranks each time
         self.end = 0
 
     def pack(self, state: State) -> State:
@@ -190,7 +190,7 @@ class _Packer:
 
 
 def unpack(state: State, region: Region) -> State:
-    """The state that `pack` has described, its tensors in the region. Needs a process group, and no other rank."""
+    """The state that `pack` described, with its tensors in the region. Needs a process group, but no other rank."""
 
     def local_of(packed: Plain | Compound) -> Any:
         if isinstance(packed, Plain):
@@ -204,7 +204,7 @@ def unpack(state: State, region: Region) -> State:
             return local_of(leaf)
         if not isinstance(leaf, Sharded):
             return leaf
-        mesh = DeviceMesh("cpu", leaf.mesh, _init_backend=False)  # nobody talks over it, so it needs no groups
+        mesh = DeviceMesh("cpu", leaf.mesh, _init_backend=False)  # not used for communication, so it needs no groups
         local, shape = local_of(leaf.local), torch.Size(leaf.shape)
         return DTensor.from_local(local, mesh, leaf.placements, run_check=False, shape=shape, stride=leaf.stride)
 

@@ -1,4 +1,4 @@
-"""What a saver process does with an order: find the state in the shared memory, and write it with the other savers."""
+"""Carries out a saver process's orders: reads the state from shared memory, and writes it with the other savers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from trainer.saver.region import Region, unpack
 
 
 def serve_orders(connection: Connection, *, niceness: int = 0) -> None:
-    """Meet the other savers, and carry out orders until the trainer is gone.
+    """Join the other savers, and carry out orders until the trainer is gone.
 
-    Ends after something unforeseen too: the other savers then hear that this one is gone, and wait for it no more.
+    Also ends after an unexpected error: the other savers then notice that this one is gone, and stop waiting for it.
     """
-    torch.set_num_threads(1)  # the cores are the training's
+    torch.set_num_threads(1)  # leave the cores to the training
     try:
         group = _joined(receive(connection), connection)
         os.nice(niceness)
@@ -33,7 +33,7 @@ def serve_orders(connection: Connection, *, niceness: int = 0) -> None:
             order: Save = receive(connection)
             if order.region_bytes is not None:
                 region = None
-                gc.collect()  # its memory goes before that of the new one comes
+                gc.collect()  # frees the old region before the new one is mapped
                 region = Region(recv_handle(connection), order.region_bytes)
             assert region is not None
             outcome = _carried_out(order, region, group, connection)
@@ -45,14 +45,14 @@ def serve_orders(connection: Connection, *, niceness: int = 0) -> None:
 
 
 def _joined(setup: Setup, connection: Connection) -> Group:
-    """The group of all savers, once all are here; None for a saver that is alone."""
+    """Wait for all savers, and return their group; None for a single saver."""
     try:
         store: torch_dist.Store = torch_dist.HashStore()
         if setup.world_size > 1:
             assert setup.rendezvous is not None, "the trainers have looked for one"
             store = setup.rendezvous.open(setup.timeout_s)
         timeout = timedelta(seconds=setup.timeout_s)
-        # also for one: a sharded tensor needs it
+        # also for a single saver: sharded tensors need it
         torch_dist.init_process_group(
             "gloo", store=store, rank=setup.rank, world_size=setup.world_size, timeout=timeout
         )
@@ -64,7 +64,7 @@ def _joined(setup: Setup, connection: Connection) -> Group:
 
 
 def _carried_out(order: Save, region: Region, group: Group, connection: Connection) -> Outcome:
-    """Write a checkpoint with the other savers; how that ended."""
+    """Write a checkpoint with the other savers. Returns how that ended."""
     on_stage: StageHook = _reporting(connection) if order.reports_stages else ignore_stage
     try:
         return Outcome(note=write(order.order, unpack(order.state, region), group, on_stage))
@@ -80,6 +80,6 @@ def _reporting(connection: Connection) -> StageHook:
             send(connection, StageReached(stage))
             receive(connection)
         except (EOFError, OSError):
-            os._exit(1)  # the trainer is gone: this save ends where it is, as with `main.end_with`
+            os._exit(1)  # the trainer is gone: abort this save, as `main.end_with` does
 
     return on_stage

@@ -1,4 +1,4 @@
-"""A copy of this rank's state in memory that its saver process maps too, so that training goes on at once."""
+"""Copies this rank's state into memory shared with its saver process, so that training continues at once."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from trainer.saver.copy_memory import SpareMemory
 from trainer.saver.region import Region, pack, room_for
 
 PIECE_BYTES = 64 * 2**20
-"""Pages are made and pinned so many at a time, with as long a pause between two: while CUDA pins memory, no other
-thread can launch a kernel. A multiple of `region.ALIGNMENT`, so no value lies in two pieces."""
+"""Bytes that are allocated and pinned at a time, each followed by a pause of the same duration: while CUDA pins memory,
+no other thread can launch a kernel. A multiple of `region.ALIGNMENT`, so no single number spans two pieces."""
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of a number. `_foreach_copy_` takes bf16 by way of fp32, after which every NaN has the same bits."""
+"""Integer types by element size in bytes. `_foreach_copy_` converts bf16 through fp32, and then every NaN has the same
+bits."""
 
 Value = tuple[int, Tensor]
-"""Where a plain tensor belongs in the region, in bytes from its beginning, and the tensor."""
+"""A plain tensor's offset in the region in bytes, and the tensor."""
 Spare = Callable[[int], Tensor]
-"""Gives [bytes] uint8 of the device: as many as asked for the first time, or fewer."""
+"""Returns a [bytes] uint8 tensor on the device, of the size requested at the first call or smaller."""
 
 
 class Staging:
-    """Memory for one copy of the state, made once by `allocate`; every `copy` overwrites the one before."""
+    """Memory for one copy of the state, allocated once by `allocate`; every `copy` overwrites the previous one."""
 
     def __init__(self, device: torch.device, *, piece_bytes: int = PIECE_BYTES, spare: Spare | None = None) -> None:
-        """`spare`: None takes what is free on a CUDA device, and nothing elsewhere."""
+        """`spare`: None uses free memory on a CUDA device, and none on other devices."""
         self._piece_bytes = piece_bytes
         self._device = device
         self._on_cuda = device.type == "cuda"
@@ -48,9 +49,9 @@ class Staging:
         return self._region
 
     def allocate(self, size: int, *, beside: bool = True) -> None:
-        """Make the memory, pinned on CUDA: seconds for some GB, and the GIL is free meanwhile.
+        """Allocate the memory, pinned on CUDA. Takes seconds for some GB; the GIL is free during this time.
 
-        `beside`: other threads train, and are let in between the pieces. Raises OSError where there is none.
+        `beside`: other threads train, so pause between the pieces. Raises OSError if the memory cannot be allocated.
         """
         self.close()
         self._region = Region.create(size)
@@ -59,24 +60,24 @@ class Staging:
                 return
             began = time.perf_counter()
             piece = self._region.bytes[start : start + self._piece_bytes]
-            piece.zero_()  # makes its pages, without CUDA's lock
+            piece.zero_()  # allocates its pages, without CUDA's lock
             if self._on_cuda:
                 self._pin(piece)
                 if beside:
                     time.sleep(time.perf_counter() - began)
 
     def reserve(self, size: int) -> None:
-        """Take the device's spare memory and leave it to torch's allocator, so that the first copy need not wait for
-        the device to map it (tens of ms). When steps have taken what they need."""
+        """Allocate the device's spare memory and leave it to torch's allocator, so that the first copy need not wait
+        for the device to map it (tens of ms). Call it after steps have allocated the memory that they need."""
         if self._on_cuda and self._spare:
             with torch.cuda.stream(self._beside()):
                 self._spare(size)
 
     def copy(self, state: State) -> tuple[State, Callable[[], None]]:
-        """A description of the copy, and a function that waits until it is there.
+        """Start the copy; returns the packed state (see `pack`) and a function that waits until the copy is complete.
 
-        Returns once the copy is under way. On CUDA that is beside the device's other work: `when_settled` must be
-        called before anything changes the state.
+        On CUDA the copy runs in parallel with the device's other work: `when_settled` must be called before anything
+        changes the state.
         """
         values: list[Value] = []
         packed = pack(state, lambda offset, tensor: values.append((offset, tensor)))
@@ -93,22 +94,22 @@ class Staging:
             self._settled = torch.cuda.Event()
             self._settled.record()
             self._bring(held)
-            copied = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+            copied = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
             copied.record()
         return packed, copied.synchronize
 
     def when_settled(self, *ignored: Any) -> None:
-        """Let the device's work that comes now, such as the optimizer's step, wait until the state may change; the host
-        does not wait."""
+        """Make the device's further work, such as the optimizer's step, wait until the state may change; the host does
+        not wait."""
         if self._settled is not None:
             torch.cuda.current_stream().wait_event(self._settled)
 
     def cancel(self) -> None:
-        """Let an `allocate` in another thread come to its end."""
+        """Make an `allocate` in another thread return early."""
         self._is_cancelled = True
 
     def close(self) -> None:
-        """Give the memory back; no copy may be in use any more."""
+        """Free the memory. No copy may be in use any more."""
         for pointer in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(pointer)
         self._pinned.clear()
@@ -121,8 +122,8 @@ class Staging:
         return self._stream
 
     def _settle(self, values: list[Value]) -> Tensor:
-        """Copy all values so that they may change: as many as fit to the device's spare memory, which is returned and
-        lies as the region's beginning does, the others to the region."""
+        """Copy all values, so that the originals may change: as many as fit into the device's spare memory, the others
+        into the region. Returns the used part of the spare memory; its layout is that of the region's beginning."""
         spare = torch.empty(0, dtype=torch.uint8)
         if self._spare and all(tensor.device.type == self._device.type for _, tensor in values):
             spare = self._spare(end_of(values))
@@ -133,7 +134,7 @@ class Staging:
         return spare[: end_of(values[:count])]
 
     def _bring(self, held: Tensor) -> None:
-        """Copy what is in the device's spare memory to the beginning of the region."""
+        """Copy the contents of the device's spare memory to the beginning of the region."""
         for start in range(0, len(held), self._piece_bytes):
             piece = held[start : start + self._piece_bytes]
             self.region.bytes[start : start + len(piece)].copy_(piece, non_blocking=True)
@@ -144,7 +145,7 @@ class Staging:
         if offset % self._piece_bytes + size <= self._piece_bytes:
             target.copy_(tensor, non_blocking=True)
             return
-        # CUDA takes no copy across the border of two pieces that were pinned one by one
+        # CUDA cannot copy across the border of two pieces that were pinned separately
         flat, values, begin = target.view(-1), tensor.contiguous().view(-1), 0
         while begin < len(values):
             room = self._piece_bytes - (offset + begin * item) % self._piece_bytes
@@ -153,16 +154,16 @@ class Staging:
             begin = end
 
     def _pin(self, piece: Tensor) -> None:
-        # not pinned where the system does not let us: the copy is slower, and as right
+        # if the system does not allow pinning, the copy is slower but equally correct
         if int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)) == 0:
             self._pinned.append(piece.data_ptr())
             return
-        with suppress(RuntimeError):  # CUDA keeps the error, and this thread's next kernel would be taken for failed
+        with suppress(RuntimeError):  # clears CUDA's error; else this thread's next kernel would seem to fail
             torch.ones((), device="cuda")
 
 
 def end_of(values: list[Value]) -> int:
-    """The bytes up to the end of the last value."""
+    """The number of bytes up to the end of the last value."""
     if not values:
         return 0
     offset, tensor = values[-1]
@@ -170,8 +171,8 @@ def end_of(values: list[Value]) -> int:
 
 
 def copy_into(memory: Tensor, values: list[Value]) -> None:
-    """Copy values bit by bit to their offsets in bytes of memory."""
-    for dtype in {tensor.dtype for _, tensor in values}:  # what is alike in dtype and layout, a few kernels copy
+    """Copy the values' bits to their byte offsets in `memory`."""
+    for dtype in {tensor.dtype for _, tensor in values}:  # a few kernels copy all tensors of the same dtype and layout
         bits = BITS.get(dtype.itemsize, dtype)
         sources = [(offset, tensor.contiguous().view(bits)) for offset, tensor in values if tensor.dtype == dtype]
         targets = [memory[offset : offset + source.nbytes].view(bits).view(source.shape) for offset, source in sources]

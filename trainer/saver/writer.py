@@ -1,7 +1,7 @@
-"""Writes the checkpoints of a run, one at a time: a process beside each rank does it while training goes on.
+"""Writes a run's checkpoints, one at a time: each rank's saver process does it while training continues.
 
-A thread of each rank talks with its saver process, and writes by itself where there is none. All collectives of a save
-run in that thread, on a separate group, or among the savers, so that they never meet those of the training.
+A thread of each rank communicates with its saver process, or writes itself if there is none. All collectives of a save
+run in that thread, on a separate group, or among the savers, so that they never mix with those of the training.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from trainer.saver.region import why_no_shared_memory
 from trainer.saver.staging import Staging
 
 ASK_AGAIN_S = 0.5
-"""While a save waits for savers to come up, the ranks ask so often whether one of them was lost meanwhile."""
+"""Seconds between two checks for a lost saver, while a save waits for savers to start up."""
 _numbers = count()
 
 
 @dataclass(frozen=True)
 class AsyncSave:
-    """How saves beside the training are made; other values are for tests."""
+    """Settings for saves in parallel with the training; other values are for tests."""
 
     launch: Launch = launch_saver
     wait_from_bytes: int = 64 * 2**20
-    """A save that comes before the savers are up waits for them (seconds) when a rank's state is at least so large. A
-    smaller one is sooner written by the trainer itself."""
+    """If a save begins before the savers are up and a rank's state has at least this size, it waits for them (seconds).
+    The trainer itself writes a smaller state sooner."""
     available: int | None = None
-    """Bytes of host memory that the copies may count on; None: what the host says."""
+    """Bytes of host memory available for the copies; None: as the host reports."""
 
 
 @dataclass(frozen=True)
 class Written:
     path: Path
     seconds: float
-    """From the copy to the last file deleted."""
+    """From the copy to the deletion of the last old file."""
     blocked_s: float = 0.0
-    """How long the training stood still for it."""
+    """Seconds for which the training stopped."""
     note: str = ""
-    """What did not go well beside it; on rank 0."""
+    """Problems that did not make the save fail; on rank 0."""
 
 
 @dataclass(frozen=True)
 class _Vote:
-    """What one rank knows before a save."""
+    """One rank's information before a save."""
 
     lost: str
     is_ready: bool
@@ -71,9 +71,9 @@ class _Vote:
 
 
 class Writer:
-    """`start` begins a save; `result` gives its outcome. One process needs no process group.
+    """`start` begins a save; `result` returns its outcome. A single process needs no process group.
 
-    Without `beside` every save is waited for. `on_stage` hears of the points of every save.
+    Without `beside` every save is synchronous. `on_stage` is called at the stages of every save.
     """
 
     def __init__(self, dist: Dist, *, beside: AsyncSave | None, on_stage: StageHook = ignore_stage) -> None:
@@ -81,7 +81,7 @@ class Writer:
         self._group = new_control_group(dist)
         self._on_stage = on_stage
         self._beside = beside
-        # a second thread waits for the saver to come up, which a small save does not
+        # one of the threads waits for the saver to start up; a small save does not wait for it
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="checkpoint", initializer=_on_device(dist.device))
         self._staging = Staging(dist.device)
         self._saver: SaverProcess | None = None
@@ -93,21 +93,21 @@ class Writer:
         self._blocked_s = 0.0
         self._note = ""
         self.saving_step: int | None = None
-        """The step of the save whose outcome has not been asked for."""
+        """The step of the save whose `result` has not been called yet."""
 
     @property
     def is_beside(self) -> bool:
-        """Whether saves are made beside the training; no longer once a saver was lost.
+        """Whether saves run in parallel with the training; False once a saver was lost.
 
-        The same on all ranks only when no save is under way: a rank's thread ends this.
+        The same on all ranks only while no save is in progress: a rank's save thread can set it to False.
         """
         return self._beside is not None
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-        """Begin to start the saver and to make its memory; or why saves will be synchronous.
+        """Begin to start the saver and to allocate its memory. Returns None, or why saves will be synchronous.
 
-        As early as possible, in the main thread. Every rank calls this, and gets the same answer: the first rank's
-        that cannot.
+        Call it as early as possible, in the main thread and on every rank. All ranks get the same result: the reason
+        of the first rank that has one.
         """
         if self._beside is None or self._ready is not None:
             return None
@@ -125,13 +125,13 @@ class Writer:
         return None
 
     def is_ready(self) -> bool:
-        """Whether saver and memory are there, or none will be: `start` then waits for nothing but an earlier save."""
+        """Whether saver and memory are ready, or will not be used: `start` then waits only for an earlier save."""
         return self._beside is None or (self._ready is not None and self._ready.done())
 
     def reserve(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
-        """Take beforehand, `around` it, what memory of the GPU a copy is made in; between two steps, no other rank is
-        waited for. Whether it was done now: once, when saves can be beside the training, and never where this rank's
-        saver was lost before it was up."""
+        """Allocate in advance, inside `around`, the GPU memory for a copy. Call it between two steps; it waits for no
+        other rank. Returns whether it was done now: only once, when saves can run in parallel with the training, and
+        never if this rank's saver was lost before it was up."""
         if self._to_reserve == 0 or self._beside is None or self._ready is None:
             return False
         if not self._ready.done() or self._ready.result():
@@ -151,10 +151,10 @@ class Writer:
         *,
         keep: Keep,
     ) -> None:
-        """Begin to save; every rank calls this at the same step border, and no later step changes it.
+        """Begin to save. Every rank must call this between the same two steps; later steps do not change the save.
 
-        On CUDA nothing but the optimizer's step may change the state before a save that is beside the training has
-        ended. The outcome of an earlier save must have been asked for. `info` is plain JSON, the same on all ranks.
+        On CUDA, until a save in parallel with the training has ended, only the optimizer's step may change the state.
+        `result` must have been called for an earlier save. `info` is plain JSON, the same on all ranks.
         """
         began = time.perf_counter()
         self._note = self.prepare(model, optimizer) or ""
@@ -168,26 +168,26 @@ class Writer:
         else:
             self._on_stage("staged")
             self._saving = self._threads.submit(self._write, order, state)
-            self._saving.exception()  # waits, and leaves it to be asked for
+            self._saving.exception()  # waits; the outcome stays for `result`
         self.saving_step = step
         self._blocked_s = time.perf_counter() - began
 
     def has_ended(self) -> bool:
-        """Whether a save has ended whose outcome has not been asked for; other ranks may see it later."""
+        """Whether a save has ended and `result` was not called yet; other ranks may see its end later."""
         return self._saving is not None and self._saving.done()
 
     def was_lost(self) -> bool:
-        """Whether the save begun last was lost with a saver, waiting for it: the same save would now be synchronous."""
+        """Wait for the last save. Whether it was lost with a saver: the same save would now be synchronous."""
         return self._saving is not None and isinstance(self._saving.exception(), SaverLostError)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait so long at most for the save that is under way; whether none is any more."""
+        """Wait at most `seconds` for the save in progress. Whether none is in progress any more."""
         return self._saving is None or bool(wait_for([self._saving], seconds).done)
 
     def result(self) -> Written | None:
-        """The outcome of the save begun last, waiting for it; None when it was asked for before.
+        """Wait for the last save and return its outcome; None if it was returned before, or without a save.
 
-        Raises CheckpointError, on every rank alike, when it failed; SaverLostError where the next one may not.
+        If the save failed, raises CheckpointError on every rank; SaverLostError if the next save may succeed.
         """
         saving, self._saving, self.saving_step = self._saving, None, None
         if saving is None:
@@ -197,13 +197,13 @@ class Writer:
         return replace(written, blocked_s=self._blocked_s, note=note)
 
     def close(self) -> None:
-        """End the saver, once a save has ended, and give the memory back."""
+        """Wait for a save in progress, end the saver, and free the memory."""
         if self._saving is not None:
             self._saving.exception()
         self._give_up()
         self._threads.shutdown(wait=True)
 
-    # --- in the main thread, while nothing is saved ---
+    # --- in the main thread, while no save is in progress ---
 
     def _setup(self) -> Setup:
         dist = self._dist
@@ -225,7 +225,7 @@ class Writer:
             self._failed = f"could not be started: {error}"
 
     def _is_async(self, size: int) -> bool:
-        """Whether this save does; the same on all ranks."""
+        """Whether this save runs in parallel with the training; the same on all ranks."""
         if self._beside is None or self._ready is None:
             return False
         while True:
@@ -249,13 +249,13 @@ class Writer:
         return _Vote(lost, is_ready, size < self._beside.wait_from_bytes)
 
     def _give_up(self) -> None:
-        """End the saver, which may not be up yet, and give the memory back, which may not be made yet."""
+        """End the saver, which may not be up yet, and free the memory, which may not be allocated yet."""
         saver, self._saver, self._beside = self._saver, None, None
         self._staging.cancel()
         if saver is not None:
             saver.kill()
         if self._ready is not None:
-            self._ready.exception()  # a thread that waits for the saver has heard by now that it is gone
+            self._ready.exception()  # the thread that waits for the saver ends, because the saver is gone
         if saver is not None:
             saver.end()
         if self._hook is not None:
@@ -266,7 +266,7 @@ class Writer:
     # --- in a separate thread ---
 
     def _make_ready(self, size: int) -> str:
-        """How the saver was lost before it was up; empty when it is."""
+        """Wait until the saver is up. Returns how it was lost before; empty if it is up."""
         saver = self._saver
         if saver is None:
             return self._failed
@@ -277,7 +277,7 @@ class Writer:
         return saver.wait_until_up()
 
     def _have_written(self, order: Order, packed: State, wait: Callable[[], None]) -> Written:
-        """Let the savers write; the same outcome on all ranks."""
+        """Have the savers write. The outcome is the same on all ranks."""
         began = time.perf_counter()
         wait()
         assert self._saver is not None
@@ -286,7 +286,7 @@ class Writer:
         lost = first_lost([outcome.lost for outcome in outcomes])
         if lost:
             self._give_up()
-            gather(None, self._group)  # no saver is alive any more
+            gather(None, self._group)  # after this no saver is alive
             raise SaverLostError(f"{write_error(order.final, lost)}; saves stop the training from now on")
         if mine.error:
             raise CheckpointError(mine.error)
@@ -299,7 +299,8 @@ class Writer:
 
 
 def first_lost(losses: list[str]) -> str:
-    """What to tell of the ranks' lost savers, empty when none is: a signal explains the others' broken connections."""
+    """The message about lost savers; empty if none is lost. A saver ended by a signal comes first: it explains the
+    broken connections of the others."""
     told = [(rank, loss) for rank, loss in enumerate(losses) if loss]
     if not told:
         return ""
@@ -308,5 +309,5 @@ def first_lost(losses: list[str]) -> str:
 
 
 def _on_device(device: torch.device) -> Callable[[], None]:
-    """A thread's current device is the first one unless it says so."""
+    """A thread initializer that sets this device: a new thread's current device is the first GPU."""
     return (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else (lambda: None)

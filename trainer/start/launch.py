@@ -1,6 +1,6 @@
-"""From a config to running ranks: in this process, or as torchrun in its place. Decides without importing torch.
+"""From a config to running ranks: in this process, or by replacing it with torchrun. Imports no torch.
 
-The functions that decide (`build_…`, `check_…`) are pure; `relaunch` alone replaces the process.
+The functions that decide (`build_…`, `check_…`) change nothing; only `relaunch` replaces the process.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ DeviceKind = Literal["cuda", "cpu"]
 TORCHRUN = str(Path(__file__).with_name("torchrun.py"))
 
 GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
-"""One of these exists wherever torch can find a GPU: NVIDIA's driver, WSL, ROCm."""
+"""If torch can find a GPU, one of these files exists: NVIDIA's driver, WSL, ROCm."""
 QUERY_GPUS = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
 
 
 QUERY_USAGE = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
 BUSY_MIB = 1024
-"""Memory in use, beyond which `auto:N` does not take a GPU."""
+"""MiB of memory in use above which `auto:N` does not take a GPU."""
 
 
 TELLING_S = 10.0
-"""How long rank 0 may take on a busy machine to tell of a mistake."""
+"""Seconds that rank 0 may need on a busy machine to report an error."""
 
 
 class GpuUsage(NamedTuple):
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     used_mib: int
 
 
 @dataclass(frozen=True)
 class HostGpus:
-    """What is known about this host's GPUs: `names` (indices and UUIDs) is None where nvidia-smi cannot say."""
+    """What is known about this host's GPUs. `names` (indices and UUIDs) is None if nvidia-smi does not list them."""
 
     present: bool
     names: frozenset[str] | None = None
@@ -58,7 +58,7 @@ class HostGpus:
 
 
 def device_kind(config: Config) -> DeviceKind:
-    """`auto` means CUDA: falling back to the CPU without a word would look like a very slow run."""
+    """`auto` means CUDA: a silent fallback to the CPU would look like a very slow run."""
     return "cpu" if config.target.device == "cpu" else "cuda"
 
 
@@ -80,32 +80,32 @@ def is_under_torchrun(environ: Mapping[str, str]) -> bool:
 def build_torchrun_argv(
     python: str, script: str, config_path: Path, *, processes: int, debug: bool, options: Sequence[str] = ()
 ) -> list[str]:
-    """The command that starts one rank for each process of this node; `--standalone` needs no port."""
+    """The command that starts `processes` ranks on this node; with `--standalone` no port is needed."""
     torchrun = [python, TORCHRUN, "--standalone", f"--nproc-per-node={processes}", "--max-restarts=0"]
     return [*torchrun, script, str(config_path), *options, *(["--debug"] if debug else [])]
 
 
 def build_launch_env(config: Config, environ: Mapping[str, str], *, cores: int) -> dict[str, str]:
-    """The variables to set before torch is imported, by this process or by torchrun's ranks."""
+    """The variables that must be set before this process or torchrun's ranks import torch."""
     env = {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that an index means what nvidia-smi shows
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that indices are those of nvidia-smi
         "CUDA_VISIBLE_DEVICES": _visible_devices(config),
         "PYTHONUNBUFFERED": "1",
     }
-    if "OMP_NUM_THREADS" not in environ:  # torchrun would set 1 and say so
+    if "OMP_NUM_THREADS" not in environ:  # torchrun would set 1 and print a note
         env["OMP_NUM_THREADS"] = str(max(1, cores // num_processes(config)))
     return {**env, **build_debug_env(config), **config.target.env}
 
 
 def build_debug_env(config: Config) -> dict[str, str]:
-    """What `train.debug_distributed` asks of torch and NCCL, which read it when they start."""
+    """The variables for `train.debug_distributed`; torch and NCCL read them when they start."""
     level = config.train.debug_distributed
     if level == "off":
         return {}
     return {
         "TORCH_DISTRIBUTED_DEBUG": level.upper(),
         "TORCH_SHOW_CPP_STACKTRACES": "1",
-        "TORCH_FR_BUFFER_SIZE": "2000",  # the record of collectives, which the watchdog writes down
+        "TORCH_FR_BUFFER_SIZE": "2000",  # torch's record of collectives; the watchdog writes it to a file
         "NCCL_DEBUG": "INFO",
     }
 
@@ -115,7 +115,7 @@ def _visible_devices(config: Config) -> str:
 
 
 def check_target(config: Config, gpus: HostGpus, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for what would fail later in every rank: secrets, local files or GPUs that are not here."""
+    """Raise ConfigError for missing secrets, local files or GPUs, which would fail later in every rank."""
     missing = [name for name in config.target.secrets if name not in environ]
     if missing:
         raise ConfigError(f"target.secrets names {first_few(missing, 8)}, which the environment does not have")
@@ -135,8 +135,8 @@ def has_auto_gpus(config: Config) -> bool:
 
 
 def choose_gpus(config: Config, environ: Mapping[str, str], usage: Sequence[GpuUsage] | None) -> Config:
-    """The config with its `auto:N` replaced: by what the launcher chose, else by the freest of `usage`. ConfigError
-    when these are too few, or unknown (None)."""
+    """The config with `auto:N` replaced by the launcher's choice, else by the GPUs of `usage` with the least memory in
+    use. Raises ConfigError if too few are free, or if their use is unknown (None)."""
     count = gpu_count(config.target.gpu_ranks)
     given = environ.get("CUDA_VISIBLE_DEVICES") if JOB_ID_ENV in environ else None
     chosen: list[int | str] = [_rank_of(text) for text in given.split(",")] if given else []
@@ -162,7 +162,7 @@ def _rank_of(text: str) -> int | str:
 
 
 def check_gpus(gpu_ranks: Sequence[int | str], gpus: HostGpus) -> None:
-    """Raise ConfigError when the host is known to lack one of the GPUs."""
+    """Raise ConfigError if the host is known to lack one of the GPUs."""
     if not gpus.present:
         raise ConfigError("this host has no GPU", hint="train on the CPU with target.device=cpu")
     if gpus.names is None:
@@ -178,7 +178,7 @@ def check_gpus(gpu_ranks: Sequence[int | str], gpus: HostGpus) -> None:
 
 
 def read_gpu_usage() -> list[GpuUsage] | None:
-    """Memory in use on each GPU; None where nvidia-smi cannot say."""
+    """Memory in use on each GPU; None if nvidia-smi cannot report it."""
     try:
         answer = subprocess.run(QUERY_USAGE, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -191,7 +191,7 @@ def read_gpu_usage() -> list[GpuUsage] | None:
 
 
 def read_host_gpus() -> HostGpus:
-    """Ask nvidia-smi; without it, only whether a driver is there at all."""
+    """The host's GPUs from nvidia-smi; without it, only whether there is a driver."""
     present = any(Path(path).exists() for path in GPU_DEVICE_FILES)
     if shutil.which(QUERY_GPUS[0]) is None:
         return HostGpus(present)
@@ -203,13 +203,13 @@ def read_host_gpus() -> HostGpus:
 
 
 def parse_gpus(csv: str) -> HostGpus:
-    """nvidia-smi's `index, uuid` lines."""
+    """Parses nvidia-smi's `index, uuid` lines."""
     rows = [[cell.strip() for cell in line.split(",")] for line in csv.splitlines() if "," in line]
     return HostGpus(bool(rows), frozenset(cell for row in rows for cell in row), len(rows))
 
 
 def new_run_dir(config: Config, started: time.struct_time) -> Path:
-    """Create and return `run.dir/NAME-YYYYmmdd-HHMMSS`, with a number behind it when two start in one second."""
+    """Create and return `run.dir/NAME-YYYYmmdd-HHMMSS`; with a number appended if several runs start in one second."""
     parent, name = expanded(config.run.dir), f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S', started)}"
     for suffix in ["", *(f"-{number}" for number in range(2, 1000))]:
         try:
@@ -227,7 +227,8 @@ def new_run_dir(config: Config, started: time.struct_time) -> Path:
 
 
 def write_config(config: Config, run_dir: Path) -> None:
-    """Keep the resolved config in the run folder, created where needed; what stood there goes only when it is whole."""
+    """Write the resolved config into the run folder, which is created if missing. Replaces an earlier config in one
+    step."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         replace_text(run_dir / CONFIG_FILE, config_to_yaml(config))
@@ -236,7 +237,7 @@ def write_config(config: Config, run_dir: Path) -> None:
 
 
 def run_torchrun(config: Config, script: str, *, options: Sequence[str], debug: bool) -> int:
-    """Run ranks that need no run folder to their end, and give torchrun's exit code. KeyboardInterrupt ends them."""
+    """Run ranks that need no run folder, and return torchrun's exit code. KeyboardInterrupt ends them."""
     with TemporaryDirectory() as folder:
         write_config(config, Path(folder))
         argv = build_torchrun_argv(
@@ -251,8 +252,9 @@ def run_torchrun(config: Config, script: str, *, options: Sequence[str], debug: 
 
 
 def _call_deaf(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """The exit code of a program that hears no Ctrl-C: this process alone does, and ends it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the program and its children have it for good
+    """Run a program that does not receive Ctrl-C, and return its exit code. Only this process receives Ctrl-C, and then
+    ends the program."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the program and its children
     try:
         with subprocess.Popen(argv, env=env) as process:
             try:
@@ -267,8 +269,8 @@ def _call_deaf(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def relaunch(argv: Sequence[str], run_dir: Path) -> NoReturn:
-    """Become torchrun: the same process id, so that whoever started this one signals and awaits torchrun itself."""
+    """Replace this process by torchrun. The process ID stays, so signals and waits of the parent apply to torchrun."""
     sys.stdout.flush()
     sys.stderr.flush()
-    started = f"{process_start_s(now_s()):.2f}"  # that of this process, which goes on as torchrun
+    started = f"{process_start_s(now_s()):.2f}"  # of this process, which continues as torchrun
     os.execve(argv[0], list(argv), {**os.environ, RUN_DIR_ENV: str(run_dir), STARTED_ENV: started})

@@ -1,4 +1,4 @@
-"""One rank's life: join the others, run the recipe, and leave with an exit code and at most one message."""
+"""Runs one rank: joins the others, runs the recipe, and ends with an exit code and at most one message."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from trainer.startup import Startup
 
 FAILURES = (Exception, KeyboardInterrupt, SystemExit)
 COMM_MARGIN_S = 60
-"""A collective times out after the watchdog has spoken: it knows who is late."""
+"""Seconds. A collective times out after the watchdog has reported, whose message names the late rank."""
 LOST_PEER_S = SILENT_S + 5
-"""How long the watchdog may look for the rank at the other end of a broken connection."""
+"""Seconds that the watchdog has to find the lost rank behind a broken connection."""
 
 
 def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Startup) -> int:
     """Run the configured recipe as the rank that the environment describes, and return the exit code.
 
-    Without a run folder rank 0 makes one for all. Of several ranks a failing one does not return: the process ends at
-    once, because a clean-up would wait for ranks that wait for this one.
+    Without a run folder rank 0 creates one for all. If one of several ranks fails, this does not return there: the
+    process ends at once, because a clean-up would wait for ranks that wait for this one.
     """
     dist = None
     _show_fatal_signals()
@@ -48,7 +48,7 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
         dist = replace(dist, startup=startup)
         taken = on_rank0(dist, lambda: acquire_run_folder(run_dir) if run_dir else None)
         if taken:
-            run_dir = None  # the other run's: nothing of ours is told there
+            run_dir = None  # it belongs to the other run: record no failure there
             raise ConfigError(taken, hint=IN_USE_HINT)
         if run_dir and not dist.is_main:
             acquire_shared(run_dir)
@@ -56,7 +56,7 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
         if dist.is_main:
             write_line(sys.stdout, f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model")
         code = run_recipe(config, run_dir, dist, debug=debug)
-    except FAILURES as error:  # of the recipe only what comes before it is watched
+    except FAILURES as error:  # run_recipe handles failures inside the recipe
         code = tell_failure(error, run_dir, debug=debug)
         if dist is not None and dist.world_size > 1:
             leave(code)
@@ -67,14 +67,14 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
 
 
 def _show_fatal_signals() -> None:
-    """Have SIGBUS, SIGSEGV and their like print the stack: no exception tells which library met them."""
+    """Make SIGBUS, SIGSEGV and similar signals print the stack: no exception shows which library caused them."""
     with suppress(OSError, ValueError, AttributeError):  # stderr may be no file
         if not faulthandler.is_enabled():
             faulthandler.enable()
 
 
 def run_recipe(config: Config, run_dir: Path, dist: Dist, *, debug: bool) -> int:
-    """Run the configured recipe under the watchdog; does not return after Ctrl-C, nor as one of several that fails."""
+    """Run the configured recipe under the watchdog. Ends the process after Ctrl-C, or if one of several ranks fails."""
     with watching(dist, run_dir, timeout_s=config.train.hang_timeout_s) as watchdog:
         try:
             dist.startup.enter("imports")
@@ -82,23 +82,23 @@ def run_recipe(config: Config, run_dir: Path, dist: Dist, *, debug: bool) -> int
             return int(recipe.run(config, run_dir, dist))
         except FAILURES as error:
             if watchdog is not None and diagnose.is_lost_peer(error) and watchdog.await_verdict(LOST_PEER_S):
-                leave(1)  # told already, with the rank's name
+                leave(1)  # reported already, with the rank's number
             code = tell_failure(error, run_dir, debug=debug)
             if watchdog is not None:
                 watchdog.tell_failure(diagnose.describe(error))
-            # an orderly end would wait for the save under way, and at Ctrl-C somebody waits who has given that up
+            # an orderly end would wait for a save in progress; after Ctrl-C the user does not want to wait for it
             if dist.world_size > 1 or isinstance(error, KeyboardInterrupt):
                 leave(code)
             return code
 
 
 def comm_timeout_s(hang_timeout_s: float) -> float:
-    """Seconds until a collective on the devices counts as hung; without a watchdog as long as a barrier may take."""
+    """Seconds until a collective on the devices counts as hung; without a watchdog, the barriers' timeout."""
     return hang_timeout_s + COMM_MARGIN_S if hang_timeout_s > 0 else control_timeout_s()
 
 
 def usable_device(config: Config) -> launch.DeviceKind:
-    """The kind of device that the ranks run on. Raises ConfigError where torch finds none of it."""
+    """The kind of device that the ranks run on. Raises ConfigError if torch finds no such device."""
     kind = launch.device_kind(config)
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("torch finds no usable GPU on this host", hint="train on the CPU with target.device=cpu")
@@ -106,7 +106,8 @@ def usable_device(config: Config) -> launch.DeviceKind:
 
 
 def _open_run_dir(config: Config, run_dir: Path | None) -> Path:
-    """The run folder with the resolved config in it, and without the verdict of an earlier start."""
+    """Create the run folder if needed, write the resolved config into it, and delete an earlier start's outcome and
+    failure files."""
     if run_dir is None:  # started with torchrun by hand
         run_dir = launch.new_run_dir(config, time.localtime())
         write_line(sys.stdout, f"run folder: {run_dir}")
@@ -117,7 +118,7 @@ def _open_run_dir(config: Config, run_dir: Path | None) -> Path:
 
 
 def tell_failure(error: BaseException, run_dir: Path | None, *, debug: bool) -> int:
-    """Tell the reason if no other rank of this start has told one, and give the exit code."""
+    """Report the reason unless another rank of this start has reported one, and return the exit code."""
     number = os.environ.get("RANK", "0")
     rank = int(number) if number.isdigit() else 0
     code = exit_code(error)
@@ -129,7 +130,7 @@ def tell_failure(error: BaseException, run_dir: Path | None, *, debug: bool) -> 
             kept = diagnose.write_traceback(run_dir, rank, error)
             message += f"\n  stack trace: {kept or 'not kept, the run folder takes no file; --debug shows it'}"
     elif rank != 0 and diagnose.is_ours(error):
-        launch.let_rank_0_tell()  # as a rule all have found the same, before there was a run folder
+        launch.let_rank_0_tell()  # no run folder yet: usually all ranks have found the same error
     if debug:
         write_error("".join(traceback.format_exception(error)).rstrip("\n"))
     tag = f"[rank {rank}] " if "RANK" in os.environ else ""
@@ -138,8 +139,8 @@ def tell_failure(error: BaseException, run_dir: Path | None, *, debug: bool) -> 
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for a mistake of the user's in config, data or model, 130 for Ctrl-C, 1 for everything else; a call of exit
-    inside of a run keeps its code, but for 0: the run is not at its end."""
+    """2 for a user's error in config, data or model; 130 for Ctrl-C; 1 for all other errors. A call of exit inside a
+    run keeps its code if that is a non-zero integer; else it is 1, because the run is not finished."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) and error.code else 1
     if isinstance(error, KeyboardInterrupt):

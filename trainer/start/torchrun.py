@@ -1,7 +1,7 @@
-"""torchrun for `train.py` on several ranks, with exit codes that tell what happened and without its stack traces.
+"""Runs torchrun for `train.py` on several ranks, with distinct exit codes and without torchrun's stack traces.
 
-Run as a file, with torchrun's own arguments. torchrun itself leaves with 1 and thirty lines whatever a rank
-returned, also after a stop that the ranks obeyed; the ranks have told the reason already.
+Run it as a file, with torchrun's arguments. torchrun itself exits with 1 and prints thirty lines whatever a rank
+returned, even after an orderly stop; the ranks have already reported the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
-    # not this folder: its names would hide other packages
+    # not this folder: its modules would hide other packages
     sys.path[0] = str(next(folder.parent for folder in Path(__file__).absolute().parents if folder.name == "trainer"))
 
 from trainer.console import write_error
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 STOP_GRACE_S = 120
-"""How long the ranks may save after a stop; torch before 2.12 gives them 30 s whatever is asked."""
+"""Seconds that the ranks have to save after a stop; torch before 2.12 always gives them 30 s."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run torchrun to its end. Gives the first failing rank's exit code, 0 after an obeyed stop, 128+N for signal N."""
+    """Run torchrun. Returns the first failing rank's exit code, 0 after an orderly stop, 128+N for signal N."""
     run_dir = Path(os.environ[RUN_DIR_ENV])
     try:
         from torch.distributed import run as torchrun
@@ -41,9 +41,9 @@ def main(argv: Sequence[str]) -> int:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    logging.disable(logging.ERROR)  # what torchrun says about failing ranks, which have spoken for themselves
+    logging.disable(logging.ERROR)  # torchrun's reports of failing ranks: the ranks have reported already
     with suppress(OSError):
-        (run_dir / OUTCOME_FILE).unlink()  # an earlier start's
+        (run_dir / OUTCOME_FILE).unlink()  # of an earlier start
     args = torchrun.parse_args(list(argv))
     args.shutdown_timeout = STOP_GRACE_S
     try:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         return report(error, run_dir)
     except SignalException as error:
         return 0 if _read(run_dir / OUTCOME_FILE).state in ("stopped", "succeeded") else 128 + error.sigval
-    except KeyboardInterrupt:  # before torchrun listens for it
+    except KeyboardInterrupt:  # before torchrun handles it
         return 128 + signal.SIGINT
     return 0
 
@@ -65,7 +65,7 @@ LIKELY = {
 
 
 def report(error: ChildFailedError, run_dir: Path) -> int:
-    """The exit code for failed ranks; one that a signal ended could not say so itself."""
+    """The exit code for failed ranks. Reports a rank that a signal ended, because that rank could not report it."""
     rank, failure = first_failure(error.failures, told_by=_read(run_dir / FAILURE_FILE).rank)
     if failure.exitcode >= 0:
         return failure.exitcode
@@ -76,9 +76,9 @@ def report(error: ChildFailedError, run_dir: Path) -> int:
 
 
 def first_failure(failures: dict[int, ProcessFailure], *, told_by: int | None) -> tuple[int, ProcessFailure]:
-    """The rank that the others' failures follow from: one ended by a signal, else the one that told its reason.
+    """The rank whose failure caused the others: one ended by a signal, else the one that reported its reason.
 
-    torchrun itself ends the others by SIGTERM, and by SIGKILL 30 s later; of a failure it knows the second only.
+    torchrun itself ends the other ranks by SIGTERM, and 30 s later by SIGKILL. Its failure times are whole seconds.
     """
     began = min(failure.timestamp for failure in failures.values())
 
@@ -92,7 +92,7 @@ def first_failure(failures: dict[int, ProcessFailure], *, told_by: int | None) -
 
 @dataclass(frozen=True)
 class _Told:
-    """Of outcome.json and of a failure's record, what is read here."""
+    """The fields of outcome.json and of the failure file that are read here."""
 
     state: str | None = None
     rank: int | None = None

@@ -1,4 +1,4 @@
-"""From a config and its data to a Run: the model on its backend, with first weights or those of a checkpoint."""
+"""Builds a Run from a config and its data: the model on its backend, with initial weights or a checkpoint's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.train.run import LossFn, Run
 
 
 def build_run(recipe: Recipe, config: Config, run_dir: Path, dist: Dist, *, basis: Basis, data: Data) -> Run:
-    """Everything that the loop needs: resumed from a checkpoint, or with the weights of `basis`, or random ones."""
+    """Everything that the loop needs: resumed from a checkpoint, else with the weights of `basis`, else random."""
     dist.startup.enter("model")
     shape, folder = basis.shape, basis.folder
     backend, model = make_backend(config, dist), build_model(config, shape)
@@ -38,7 +38,7 @@ def build_run(recipe: Recipe, config: Config, run_dir: Path, dist: Dist, *, basi
     optimizer = build_optimizer(module, config.optim)
     dist.startup.enter("weights")
     choice = choose(config, run_dir, dist)
-    if not choice.paths or is_partly_frozen(module):  # a checkpoint leaves out what is frozen
+    if not choice.paths or is_partly_frozen(module):  # a checkpoint leaves out frozen parameters
         fill_weights(config, module, folder, dist)
     part = trained_part(config, module, folder, dist)
     hashes, state, loss_fn = dict(recipe.hashes(basis)), recipe.state, recipe.loss(config)
@@ -79,14 +79,14 @@ def build_run(recipe: Recipe, config: Config, run_dir: Path, dist: Dist, *, basi
 def graphed_micro_batches(
     config: Config, shape: Shape, backend: Backend, module: nn.Module, loss_fn: LossFn
 ) -> GraphedMicroBatches | None:
-    """What runs micro-batches as CUDA graphs, where that is worth it."""
+    """Runs micro-batches as CUDA graphs; None if these are not wanted."""
     compiled = backend.compiled and backend.dist.device.type == "cuda"
     wanted = decide_graphs(config, shape, backend=backend.name, compiled=compiled)
     return GraphedMicroBatches(module, loss_fn, CudaCapture()) if wanted else None
 
 
 def seed_everything(config: Config, dist: Dist) -> None:
-    """Seed the generators, each rank differently; and choose deterministic kernels when asked."""
+    """Seed the generators, each rank differently. Choose deterministic kernels if the config asks for them."""
     random.seed(config.train.seed + dist.rank)
     torch.manual_seed(config.train.seed + dist.rank)
     if config.train.deterministic:

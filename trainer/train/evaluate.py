@@ -1,4 +1,4 @@
-"""What held-out data say, before the first step, every so often, and after the last: as a rule their loss."""
+"""Evaluates on held-out data before the first step, at intervals, and after the last; usually computes the loss."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trainer.train.run import Evaluated, Run
 
 
 def never() -> bool:
-    """Where nobody can ask a run to stop."""
+    """For runs that cannot be asked to stop."""
     return False
 
 
 @torch.no_grad()
 def held_out_loss(run: Run, is_stop_requested: Callable[[], bool] = never) -> Evaluated | None:
-    """The loss per target token of the held-out data over all ranks, and its terms; None when there is none.
+    """The loss per target token of the held-out data over all ranks, and its terms; None without held-out data.
 
-    None too when any rank was asked to stop meanwhile: all ranks then leave after the same batch.
+    Also None if any rank was asked to stop meanwhile: all ranks then return after the same batch.
     """
     batches = run.data.eval.batches()
     if not batches:
@@ -51,7 +51,7 @@ def held_out_loss(run: Run, is_stop_requested: Callable[[], bool] = never) -> Ev
 
 
 class Evaluator:
-    """Evaluates when it is due, and remembers the first, the last and the best loss, also over a resume."""
+    """Evaluates when due, and keeps the first, the last and the best loss, also across a resume."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -59,12 +59,13 @@ class Evaluator:
         self.first_loss: float | None = run.extra.get("eval_loss_first")
         """From before the first step."""
         self.last_loss: float | None = run.extra.get("eval_loss_last")
-        """None before there was a later evaluation."""
+        """None until there is a later evaluation."""
         self.best_loss: float | None = run.extra.get("eval_loss_best")
         self.best_step: int | None = run.extra.get("eval_step_best")
-        """After which `best_loss` was found; 0: before the first one. None: also of an earlier version's checkpoint."""
+        """The step after which `best_loss` was found; 0: before the first step. Also None after a resume from a
+        checkpoint of an earlier version."""
         self.is_best = False
-        """Whether the last evaluation found trained weights better than all before."""
+        """Whether the last evaluation's weights are trained and better than all earlier ones."""
         self._best_trained: float = run.extra.get("eval_loss_best_trained") or math.inf
         self._no_better: int = run.extra.get("evals_without_gain") or 0
 
@@ -72,7 +73,7 @@ class Evaluator:
         return self._run.is_due(step, every=self._run.config.train.eval_every)
 
     def losses(self) -> dict[str, Any]:
-        """What a Result says of the evaluations."""
+        """The fields of a Result about evaluations."""
         return {
             "eval_loss_first": self.first_loss,
             "eval_loss_last": self.last_loss,
@@ -82,7 +83,7 @@ class Evaluator:
 
     @property
     def early_stop(self) -> str | None:
-        """Why the run should end now; None while it should not. The same on every rank, as the losses are."""
+        """Why the run should end now; None if it should continue. The same on every rank, like the losses."""
         patience = self._run.config.train.early_stop_patience
         if patience is None or self._no_better < patience:
             return None
@@ -93,8 +94,8 @@ class Evaluator:
         return f"no held-out loss improved the best one, {self.best_loss:.4f},{margin} in {self._no_better} evaluations"
 
     def evaluate(self, step: int, *, is_stop_requested: Callable[[], bool] = never) -> None:
-        """Evaluate after `step` steps and record it, then let the model speak; every rank calls this. Without held-out
-        data nothing is judged."""
+        """Evaluate after `step` steps, record the result, then generate samples. Every rank must call this. Without
+        held-out data there are only the samples."""
         self._judge(step, is_stop_requested)
         if self._run.sample is not None:
             self._run.sample(step, is_stop_requested)
@@ -121,7 +122,7 @@ class Evaluator:
         self._run.log.evaluation({**told, **found.metrics})
 
     def _compare(self, loss: float, step: int) -> None:
-        """Note whether this is the best loss so far; one that is NaN never is."""
+        """Record whether this is the best loss so far; NaN never is."""
         least_gain = self._run.config.train.early_stop_min_delta
         best = math.inf if self.best_loss is None else self.best_loss
         self._no_better = 0 if loss < best - least_gain else self._no_better + 1

@@ -1,7 +1,7 @@
-"""Forward and backward of a micro-batch as one CUDA graph.
+"""Runs forward and backward of a micro-batch as one CUDA graph.
 
-For models so small that the host takes longer to launch a step's kernels than the GPU to run them: a replay is one
-launch. Shapes, gradients and losses stay at fixed addresses, so rows must be packed, and the model in one process.
+For small models, if the host takes longer to launch a step's kernels than the GPU to run them: a replay is one launch.
+Shapes and the addresses of gradients and losses are fixed, so rows must be packed, and the model in one process.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from trainer.schema import Config
 LAUNCH_S_PER_LAYER = 2e-3
 """Host time of a compiled block, forward and backward (H200 machine, torch 2.11: 24 blocks in about 50 ms)."""
 LIKELY_FLOPS = 5e14
-"""Operations a second that a step of a small model reaches on the fastest cards."""
+"""Operations per second that a step of a small model reaches on the fastest GPUs."""
 
 ForwardBackward = Callable[[], LossSum]
 
 
 class Capture(Protocol):
-    """What a device offers: run something for once, and make something that can be replayed."""
+    """A device's functions to run a pass once, and to record it for replays."""
 
     def warm_up(self, function: ForwardBackward) -> None: ...
 
     def record(self, function: ForwardBackward) -> tuple[Callable[[], None], LossSum]:
-        """Call the function without running its kernels: what runs them, and what the function returned."""
+        """Call the function without running its kernels. Returns a function that runs them, and the result."""
 
 
 class CudaCapture:
@@ -51,7 +51,7 @@ class CudaCapture:
 
     def record(self, function: ForwardBackward) -> tuple[Callable[[], None], LossSum]:
         graph = torch.cuda.CUDAGraph()
-        # thread_local: the thread that lays out batches may pin memory meanwhile
+        # thread_local: the thread that prepares batches may pin memory meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = function()
         return graph.replay, result
@@ -59,16 +59,16 @@ class CudaCapture:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A graph of one kind, and what it leaves behind."""
+    """A recorded graph, and the loss that it writes."""
 
     replay: Callable[[], None]
     loss: LossSum
 
 
 class GraphedMicroBatches:
-    """In the place of a loss function and its backward pass, for micro-batches of one shape.
+    """Replaces a loss function and its backward pass, for micro-batches of one shape.
 
-    The first of a step writes the gradients, each further one adds to them.
+    A step's first micro-batch writes the gradients, each further one adds to them.
     """
 
     def __init__(self, module: nn.Module, loss_fn: Callable[[nn.Module, Batch], LossSum], capture: Capture) -> None:
@@ -80,7 +80,7 @@ class GraphedMicroBatches:
 
     def __call__(self, batch: Batch, *, first: bool) -> LossSum:
         """The loss, without gradient; the gradients are in `.grad`, valid until the next step's first micro-batch."""
-        batch = replace(batch, targets=None)  # their number differs from batch to batch
+        batch = replace(batch, targets=None)  # the number of targets differs between batches
         if self._batch is None:
             self._record_writing(batch)
         assert self._batch is not None
@@ -120,9 +120,9 @@ def _copy(source: Batch, target: Batch) -> None:
 
 
 def decide_graphs(config: Config, shape: Shape, *, backend: str, compiled: bool) -> bool:
-    """Whether micro-batches are worth a graph, as `parallel.cuda_graphs` says, or by their size where it says nothing.
+    """Whether to use graphs: as `parallel.cuda_graphs` sets it; if it is null, by the size of the micro-batches.
 
-    `compiled`: blocks are, on a GPU; where they cannot be, a run goes on without graphs as it does without a compiler.
+    `compiled`: whether blocks are compiled, on a GPU; if not, the run continues without graphs.
     """
     if not compiled or why_no_graphs(config, backend):
         return False

@@ -1,4 +1,4 @@
-"""The training loop: steps, and between them evaluation, saving and stopping; once for every recipe and backend."""
+"""The training loop: steps, and between them evaluation, saving and stopping; the same for all recipes and backends."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def train(
     on_stage: StageHook = ignore_stage,
     beside: AsyncSave = DEFAULT,
 ) -> Result:
-    """Train from `run.start_step` to the last step, or until asked to stop; evaluated and saved on the way.
+    """Train from `run.start_step` to the last step, or until asked to stop; evaluate and save on the way.
 
     Raises NonFiniteError after `train.max_nonfinite_steps` skipped steps in a row, on every rank at the same step.
-    `watchers` gives, before the first step, what stands around each. `on_stage` hears of each point that a save passes;
-    `beside` says how saves beside the training are made.
+    `watchers` is called before the first step and returns the contexts around each step. `on_stage` is called at each
+    stage of a save; `beside`: settings for saves in parallel with the training.
     """
     run.module.train()
     total = run.data.train.total_steps
@@ -62,7 +62,7 @@ def train(
                 for note in run.data.train.take_notes():
                     run.log.note(note)
                 steps.push(values)
-                if step == run.start_step + 1:  # compiled code and the optimizer's state live to the end
+                if step == run.start_step + 1:  # compiled code and the optimizer's state stay to the end
                     set_aside()
                     steps.restart_clock()
                 if is_watched(run, step):
@@ -70,8 +70,8 @@ def train(
                     steps.restart_clock()
                 stopping = border.cross(step)
             steps.drain(at_end=True)
-            run.dist.startup.end_watch()  # where no step was left to do
-        except NonFiniteError:  # on every rank at the same step, so the save under way can be waited for
+            run.dist.startup.end_watch()  # if no step was left to do
+        except NonFiniteError:  # on every rank at the same step, so waiting for the save in progress is safe
             saver.finish()
             raise
         saver.finish()
@@ -86,7 +86,7 @@ def train(
 
 
 def learning_rate(run: Run) -> Callable[[int], float]:
-    """Its value after so many steps."""
+    """A function that returns the learning rate after a number of steps."""
     multiplier = lr_multiplier(run.config.optim, run.data.train.total_steps)
     peak = peak_learning_rate(run.config.optim, run.data.train.global_batch_size)
     return lambda step: peak * multiplier(step)
@@ -94,7 +94,7 @@ def learning_rate(run: Run) -> Callable[[int], float]:
 
 @dataclass
 class Border:
-    """What is due between two steps: the ranks agree whether to stop, evaluate, and save."""
+    """The work between two steps: the ranks agree whether to stop, then evaluate and save."""
 
     run: Run
     steps: Reader
@@ -106,20 +106,20 @@ class Border:
         self.flags = FlagBoard(self.run.dist, width=1)
 
     def cross(self, step: int) -> bool:
-        """Do what is due after `step` steps; whether the run was asked to stop, the same on every rank."""
+        """Do the work that is due after `step` steps. Returns whether to stop; the same on every rank."""
         run, steps, evaluator, saver = self.run, self.steps, self.evaluator, self.saver
         total = run.data.train.total_steps
         self.flags.post([int(self.is_stop_requested())])
         (asked,) = self.flags.read()
         stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps
         ends, evaluates, saves = stopping or step == total, evaluator.is_due(step), saver.is_due(step)
-        # a save would have the next attempt start behind a step that ends the run
+        # after a save, the next attempt would start after a step that ends the run
         must_judge_first = run.config.train.max_nonfinite_steps == 1
         if saves and not (ends or evaluates or must_judge_first) and saver.is_async():
             saver.save(step, must_succeed=False)  # without a drain: the device may still be busy with the step
         elif ends or evaluates or saves:
             steps.drain(at_end=ends)
-            # a run that is asked to stop saves at once and looks at nothing more
+            # a run that is asked to stop saves at once, without an evaluation
             if evaluates and (not stopping or step == total):
                 evaluator.evaluate(step, is_stop_requested=self.is_stop_requested)
             ending = stopping or evaluator.early_stop is not None
@@ -136,16 +136,16 @@ class Border:
 
 @contextmanager
 def long_lived() -> Iterator[Callable[[], None]]:
-    """Give a function that sets what lives now aside, to be called once that is most of what will: until the end of the
-    block Python's collections go through younger objects alone.
+    """Yield a function that excludes all present objects from Python's garbage collections until the end of the block.
+    Call it once most long-lived objects exist.
 
-    A full collection goes through every object there is, beside torch and what its compiler made for some 250 ms, in
-    which no kernel is launched (docs/records/speed.md); it comes now and then, and on each rank at another step.
-    What is set aside is freed as ever once nothing refers to it.
+    A full collection visits every object. With torch and its compiler's objects this takes some 250 ms, in which no
+    kernel is launched (docs/records/speed.md); it occurs now and then, and on each rank at a different step.
+    Excluded objects are still freed once nothing refers to them.
     """
 
     def set_aside() -> None:
-        gc.collect()  # a cycle that is garbage already would stay
+        gc.collect()  # garbage cycles that exist already would stay
         gc.freeze()
 
     try:
@@ -156,15 +156,15 @@ def long_lived() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def stop_requests(run_dir: Path) -> Iterator[Callable[[], bool]]:
-    """Give a function that says whether this rank was asked to stop: by SIGTERM, by Ctrl-C, or by the stop file.
+    """Yield a function that returns whether this rank was asked to stop: by SIGTERM, Ctrl-C or the stop file.
 
-    A second Ctrl-C ends the process at once, except under torchrun, which passes the terminal's Ctrl-C on once more.
+    A second Ctrl-C ends the process at once, except under torchrun, which sends the terminal's Ctrl-C a second time.
     """
     stop_file = run_dir / STOP_FILE
     asked: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
-        if has_failed(run_dir):  # torchrun ends us because another rank failed: a checkpoint would wait for that rank
+        if has_failed(run_dir):  # torchrun ends this rank because another one failed: a save would wait for that rank
             os._exit(1)
         if number == signal.SIGINT and asked and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What is about to happen, in lines for the reader of the console; the model's parameters among them."""
+"""The plan of a run as lines for the console, including the model's parameters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from trainer.train.run import Run
 
 @dataclass(frozen=True)
 class ParameterSummary:
-    """Numbers of parameters, over all ranks; a tied one counts once."""
+    """The numbers of parameters, over all ranks; a tied one counts once."""
 
     total: int
     trainable: int
     by_dtype: dict[str, int]
-    """The most frequent first."""
+    """The most frequent dtype first."""
     example: dict[str, str]
     """A parameter's name for each dtype."""
 
@@ -59,7 +59,7 @@ def summarize(module: nn.Module) -> ParameterSummary:
 
 
 def log_plan(train: Run, chosen: Sequence[str] = ()) -> None:
-    """Say what is about to happen, before the first step. `chosen`: what `auto` became, for precision and memory."""
+    """Log the plan before the first step. `chosen`: lines about the values chosen for `auto`."""
     config, loader = train.config, train.data.train
     notes = [
         f"note: {note}" for note in config_notes(config, backend=train.backend.name, deployed=JOB_ID_ENV in os.environ)

@@ -1,4 +1,4 @@
-"""What `train.precision=auto` means for a run: bf16 where all its devices multiply it in hardware, else fp32.
+"""Resolves `train.precision=auto`: bf16 if all devices of the run multiply it in hardware, else fp32.
 
 On a CPU without such instructions a bf16 product takes about fifty times as long as one in fp32.
 """
@@ -23,28 +23,28 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Linux's names of the instructions that multiply bf16: of x86-64 the first two, of ARM the last."""
+"""Linux's names of the instructions that multiply bf16: the first two for x86-64, the last for ARM."""
 SLOW = 3.0
-"""A bf16 product that takes this many times as long as an fp32 one is not made in hardware; on an AVX2 CPU it takes
-over 50 times as long."""
+"""If a bf16 product takes at least this many times as long as an fp32 one, it does not run in hardware; on an AVX2 CPU
+it takes over 50 times as long."""
 TIMED_SIZE, TIMED_ROUNDS, TIMED_S = 512, 30, 0.3
-"""Rows of the product that is timed, and how often at the most: a new process's first products, and those of a busy
-machine, may take a hundred times as long as they should."""
+"""Rows of the timed product, the maximum number of rounds, and the seconds after which no further round starts. Several
+rounds, because the first products of a new process, and those on a busy machine, may take a hundred times as long."""
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A config in which what was left to the run has its value."""
+    """A config in which the defaults that depend on the run have their values."""
 
     config: Config
     lines: list[str]
-    """What to tell before the first step; empty where the config names everything."""
+    """Lines to log before the first step; empty if the config sets everything."""
 
 
 def resolve_precision(config: Config, dist: Dist, checkpoint: Mapping[str, Any] = NOTHING) -> ResolvedConfig:
-    """Settle `auto`: the precision of the checkpoint that the run resumes, else what all devices have.
+    """Resolve `auto`: the precision of the checkpoint that the run resumes from, else the one for all devices.
 
-    Every rank calls this. `checkpoint`: the config of that checkpoint.
+    Every rank must call this. `checkpoint`: the config of that checkpoint.
     """
     if config.train.precision == "fp32":
         return ResolvedConfig(config, [])
@@ -63,7 +63,7 @@ def resolve_precision(config: Config, dist: Dist, checkpoint: Mapping[str, Any] 
 
 
 def foresee_precision(config: Config) -> ResolvedConfig:
-    """What `auto` would become in a run that is only inspected; GPUs that are not here are taken to have bf16."""
+    """The value of `auto` for an inspection. Assumes that GPUs which are not present have bf16."""
     if config.train.precision != "auto":
         return ResolvedConfig(config, [])
     if config.target.device == "cpu":
@@ -86,13 +86,13 @@ def _resolved(config: Config, why_not: str | None) -> ResolvedConfig:
 
 
 def saved_precision(checkpoint: Mapping[str, Any]) -> Precision | None:
-    """The precision in a checkpoint's config; None where that names none."""
+    """The precision in a checkpoint's config; None if it has none."""
     section = checkpoint.get("train")
     saved = section.get("precision") if isinstance(section, Mapping) else None
     return "fp32" if saved == "fp32" else "bf16" if saved == "bf16" else None
 
 
-# --- what a device can ------------------------------------------------------------------------------------------------
+# --- what a device can do ---------------------------------------------------------------------------------------------
 
 
 def first_reason(own: str | None, dist: Dist) -> str | None:
@@ -101,7 +101,7 @@ def first_reason(own: str | None, dist: Dist) -> str | None:
 
 
 def why_no_bf16(device: torch.device) -> str | None:
-    """Why bf16 products are slow on this device; None where it has them in hardware."""
+    """Why bf16 products are slow on this device; None if it has them in hardware."""
     if device.type == "cuda":
         able = torch.cuda.is_bf16_supported(including_emulation=False)
         return None if able else f"{torch.cuda.get_device_name(device)} has no bf16 in hardware"
@@ -109,9 +109,9 @@ def why_no_bf16(device: torch.device) -> str | None:
 
 
 def why_no_bf16_on_cpu(flags: frozenset[str], ratio: Callable[[], float]) -> str | None:
-    """By the CPU's flags, and where they promise bf16 by a product too: libraries may be told not to use it.
+    """Judged by the CPU's flags. If they include bf16, also by a timed product: libraries may be set not to use it.
 
-    `ratio`: measures how many times as long as in fp32 a product takes.
+    `ratio`: measures the time of a bf16 product as a multiple of the fp32 time.
     """
     if not flags:
         return "this CPU is not known to have bf16 in hardware"
@@ -124,7 +124,7 @@ def why_no_bf16_on_cpu(flags: frozenset[str], ratio: Callable[[], float]) -> str
 
 
 def cpu_flags() -> frozenset[str]:
-    """The instruction sets of the first processor by Linux's names; empty on other systems."""
+    """The instruction sets of the first processor, with Linux's names; empty on other systems."""
     try:
         return parse_flags(CPU_INFO.read_text(errors="replace"))
     except OSError:
@@ -138,9 +138,9 @@ def parse_flags(cpuinfo: str) -> frozenset[str]:
 
 
 def bf16_ratio() -> float:
-    """How many times as long as in fp32 a product takes on this CPU, each at its best of several in turn.
+    """The time of a bf16 product on this CPU as a multiple of the fp32 time: the best of several alternating rounds.
 
-    Milliseconds where bf16 is in hardware, about half a second where it is not.
+    The measurement takes milliseconds if bf16 is in hardware, else about half a second.
     """
     dtypes = (torch.bfloat16, torch.float32)
     matrices = [torch.ones(TIMED_SIZE, TIMED_SIZE, dtype=dtype) for dtype in dtypes]

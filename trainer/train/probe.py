@@ -1,5 +1,5 @@
-"""One forward and backward pass over the largest micro-batch before the first step: it finds a compiler that fails and
-a plan that does not fit while nothing is lost. Gradients are dropped; weights, random numbers and data stay.
+"""One forward and backward pass over the largest micro-batch before the first step. It detects a failing compiler and a
+plan that does not fit before any work can be lost. Gradients are deleted; weights, random states and data stay.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from trainer.words import GIB, first_line
 
 
 def probe(run: Run, memory: MemoryKeeper) -> None:
-    """Try the largest micro-batch on the GPUs, with the next plan where one fails; every rank calls this.
+    """Try the largest micro-batch on the GPUs; if a plan fails, try the next. Every rank must call this.
 
-    Of several ranks one that is out of memory raises, for the others wait for it in the middle of a collective: the
-    next start takes the next plan then. Nothing is tried on the CPU.
+    If one of several ranks is out of memory, it raises, because the others wait for it inside a collective; the next
+    start then uses the next plan. On the CPU nothing is tried.
     """
     if run.dist.device.type != "cuda":
         return
     run.dist.startup.enter("probe")
     while not _fits(run, memory):
         pass
-    torch.cuda.empty_cache()  # what follows may use other pools and other sizes
+    torch.cuda.empty_cache()  # later allocations may use other pools and other sizes
 
 
 def _fits(run: Run, memory: MemoryKeeper) -> bool:
-    """Whether the run may begin as it stands now; False: something was changed, and is to be tried."""
+    """Whether the run may begin with the current plan; False: the plan was changed and must be tried."""
     torch.cuda.reset_peak_memory_stats()
     outcome = try_pass(run)
     if outcome is None:
         return _leaves_room(run, memory) or not take_next_plan(run, memory)
     if isinstance(outcome, str):
-        if why_no_triton(run.dist.device) is not None:  # it is in use no more
+        if why_no_triton(run.dist.device) is not None:  # it is not in use any more
             raise DistError(f"the compiler fails, though nothing is compiled any more: {outcome}")
         run_without_compiler(run, memory, outcome)
     elif run.dist.world_size > 1 or not take_next_plan(run, memory):
@@ -53,8 +53,8 @@ def _fits(run: Run, memory: MemoryKeeper) -> bool:
 
 
 def try_pass(run: Run) -> str | torch.OutOfMemoryError | None:
-    """What kept a pass from its end: the first line of a compiler's failure on any rank, or this GPU's lack of memory,
-    which the other ranks of several do not hear of. None: it came through everywhere."""
+    """Run a pass. Returns why it failed: the first line of a compiler's failure on any rank, or the out-of-memory error
+    of this GPU, which other ranks do not get. None: it succeeded on all ranks."""
     reason = None
     try:
         probe_pass(run)
@@ -69,7 +69,7 @@ def try_pass(run: Run) -> str | torch.OutOfMemoryError | None:
 
 
 def _leaves_room(run: Run, memory: MemoryKeeper) -> bool:
-    """Whether the pass's peak and what the first step adds fit on every rank; told in a line."""
+    """Whether the pass's peak and the memory that the first step adds fit on every rank. Logs a line about it."""
     device = run.dist.device
     later = 0 if run.optimizer.state else run.backend.plan.optimizer_bytes
     needs = torch.cuda.max_memory_allocated(device) + later
@@ -89,7 +89,7 @@ def render_probe(*, needs: int, room: int, later: int) -> str:
 
 
 def probe_pass(run: Run) -> None:
-    """Forward and backward of the largest micro-batch; twice where gradients wait for a step's last micro-batch."""
+    """Forward and backward of the largest micro-batch; twice if a step has several micro-batches."""
     batch = run.largest_batch(run.config).to(run.dist.device)
     several = micro_batches(run.config, run.dist.world_size) > 1
     run.module.train()
@@ -107,7 +107,7 @@ def _same_random_numbers(dist: Dist) -> Iterator[None]:
 
 @contextmanager
 def _no_gradients_left(run: Run) -> Iterator[None]:
-    """None afterwards, and no block left gathered, whatever happens inside."""
+    """At the end deletes all gradients; after an exception also leaves no block gathered."""
     try:
         yield
     except Exception:
@@ -121,7 +121,7 @@ def _no_gradients_left(run: Run) -> Iterator[None]:
 
 
 def run_without_compiler(run: Run, memory: MemoryKeeper, reason: str) -> None:
-    """Go on as plain torch, on all ranks, and say so; with the plan that fits then."""
+    """Continue without the compiler, on all ranks, with a plan that fits then. Logs a warning."""
     given = replace(memory.given.parallel, compile=False)
     if recompute_mode(given) == "budget":
         given = replace(given, activation_checkpointing="selective")
@@ -134,7 +134,7 @@ def run_without_compiler(run: Run, memory: MemoryKeeper, reason: str) -> None:
 
 
 def take_next_plan(run: Run, memory: MemoryKeeper) -> bool:
-    """Take the next plan within this process; False where there is none, or it would store the model elsewhere."""
+    """Change to the next plan within this process; False if there is none, or if it stores the model elsewhere."""
     following = memory.take_next()
     if following is None:
         return False

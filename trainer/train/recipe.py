@@ -1,13 +1,14 @@
-"""What sets one training apart from another: this page. Steps, saves, stops, plans and exports are the same for all.
+"""The interface of a recipe: all that differs between kinds of training. Steps, saves, stops, plans and exports are the
+same for all.
 
-A recipe is a module of `trainer.recipes` with a function `recipe()`, which gives a value as below, and a function
-`run(config, run_dir, dist)`, which reads as a table of contents. In the order of a run:
+A recipe is a module of `trainer.recipes` with a function `recipe()`, which returns a `Recipe`, and a function
+`run(config, run_dir, dist)`, which lists the parts of a run. In the order of a run:
 
-    family    which kind of model             -> Basis: tokenizer, shape, weights
-    data      what a step's micro-batches are
-    loss      of one micro-batch: a sum and its count; the loop divides, once a step, over all ranks
-    evaluate  what held-out data say: a loss, and whatever else is told beside it
-    state     what it remembers from step to step beside weights, optimizer and place in the data
+    family    the kind of model               -> Basis: tokenizer, shape, weights
+    data      the micro-batches of each step
+    loss      of one micro-batch: a sum and its count; the loop divides once per step, over all ranks
+    evaluate  the loss on held-out data, and further metrics
+    state     what it keeps between steps in addition to weights, optimizer and position in the data
 """
 
 from __future__ import annotations
@@ -35,43 +36,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Basis:
-    """What is known before data are read and a model is made."""
+    """What is known before data is read and a model is built."""
 
     tokenizer: PreTrainedTokenizerFast
     shape: Shape
     folder: Path | None
-    """With the weights of a model that has a name."""
+    """The folder with the weights, if the model has a name."""
 
 
 class Recipe(Protocol):
-    """Made anew for each run, so what it remembers is that run's own. Every rank calls each of these alike."""
+    """Each run has a new instance, so its state belongs to this run only. Every rank makes the same calls."""
 
     @property
     def family(self) -> Family: ...
 
     def hashes(self, basis: Basis) -> Mapping[str, str]:
-        """What a checkpoint must have been made with, by what it is (`tokenizer`), beside shape and data."""
+        """Hashes by name (e.g. `tokenizer`) that a checkpoint must share with the run, besides shape and data."""
 
     def data(self, config: Config, ranks: Ranks, basis: Basis, *, run_dir: Path | None) -> Data:
-        """What is trained and judged on. Its loader keeps its own place, also of rows that are made on the way.
+        """The data for training and evaluation. Its loader keeps its position, also for rows created during the run.
 
-        `run_dir`: where tokens may be kept; None: nowhere. An inspection calls this in one process, for many ranks.
+        `run_dir`: where tokens may be stored; None: nowhere. An inspection calls this in one process for many ranks.
         """
 
     def loss(self, config: Config) -> LossFn:
-        """Of a model, as its backend wraps it, and a micro-batch. Every rank has equally many in a step, so it may
-        gather from the other ranks."""
+        """The loss function of a wrapped model and a micro-batch. It may gather from the other ranks, because every
+        rank has the same number of micro-batches in a step."""
 
     def largest_batch(self, config: Config) -> Batch:
-        """The micro-batch that takes most memory, for the probe and for calibration: no data are read for it."""
+        """The micro-batch that needs the most memory, for the probe and for calibration. It is made without data."""
 
     def evaluate(self, run: Run, is_stop_requested: Callable[[], bool]) -> Evaluated | None:
-        """The same on every rank; None where nothing is held out, or any rank was asked to stop meanwhile."""
+        """The same result on every rank; None without held-out data, or if any rank was asked to stop meanwhile."""
 
     @property
     def state(self) -> ExtraState | None:
-        """Goes into every checkpoint and comes back at a resume; None: there is none. Tensors belong to the model,
-        which saves them in shards."""
+        """State that is saved in every checkpoint and restored at a resume; None: there is none. Tensors belong in the
+        model, which saves them in shards."""
 
 
 def make_recipe(config: Config) -> Recipe:
@@ -81,9 +82,10 @@ def make_recipe(config: Config) -> Recipe:
 
 
 def read_basis(recipe: Recipe, config: Config, dist: Dist, *, weights: bool = True) -> Basis:
-    """Tokenizer and shape, the weights fetched where needed and not declined; every rank calls this.
+    """The tokenizer, the shape and the folder of weights, which are downloaded if needed and if `weights` is set. Every
+    rank must call this.
 
-    Raises ConfigError and ModelError where the model is not for this config.
+    Raises ConfigError or ModelError if the model does not fit this config.
     """
     settle_offline(config)
     folder = recipe.family.folder(config, dist, weights=weights)

@@ -1,7 +1,7 @@
-"""What defaults become for a run: settled before anything is built, said, and kept when the run resumes.
+"""Resolves a run's defaults: before anything is built, with a log line each; a resumed run keeps them.
 
-A default that depends on what is trained, or on where, is a null or `auto` in the config. The settled value is in each
-checkpoint's config, so that a later version with another default goes on as the run began.
+A default that depends on what is trained, or on which machine, is a null or `auto` in the config. Each checkpoint's
+config contains the resolved value, so that a later version with another default continues with the run's own value.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from trainer.schema import Config, kind_of_training, learning_rate_of, with_key
 from trainer.train.precision import ResolvedConfig, foresee_precision, resolve_precision
 
 Saved = Mapping[str, Any]
-"""The config in a checkpoint; empty where there is none."""
+"""The config in a checkpoint; empty without a checkpoint."""
 
 
 def resolve_defaults(config: Config, dist: Dist, run_dir: Path | None = None) -> ResolvedConfig:
-    """Settle all of them: as the checkpoint has it that the run resumes, else by what is trained and where.
+    """Resolve all defaults: from the checkpoint that the run resumes from, else by what is trained and where.
 
-    Every rank calls this. `run_dir`: None where there is no run, and so no checkpoint to follow. Raises ConfigError
-    where `optim.min_learning_rate` lies above the rate that the run has.
+    Every rank must call this. `run_dir`: None if there is no run and so no checkpoint. Raises ConfigError if
+    `optim.min_learning_rate` is above the run's learning rate.
     """
     saved = saved_config(config, run_dir, dist) if run_dir else {}
     return _with_optim(resolve_precision(config, dist, saved), saved)
 
 
 def foresee(config: Config) -> ResolvedConfig:
-    """What they would become in a run that is only inspected, and begins anew."""
+    """The resolved defaults for an inspection, without a checkpoint."""
     return _with_optim(foresee_precision(config), {})
 
 
 def saved_config(config: Config, run_dir: Path, dist: Dist) -> Saved:
-    """The config in the checkpoint to resume from, of the first that can be read; empty where there is none."""
+    """The config in the first readable checkpoint of those to resume from; empty if there is none."""
     paths = choose(config, run_dir, dist).paths
 
     def read() -> Saved:
         for path in paths:
             try:
                 saved = read_info(path).extra.get("config")
-            except CheckpointError:  # told when it is loaded, and the one before is taken
+            except CheckpointError:  # reported when it is loaded; the run then uses the previous one
                 continue
             if isinstance(saved, Mapping):
                 return saved

@@ -1,4 +1,4 @@
-"""A training run as one value, and how it ended: what a recipe builds and the loop consumes."""
+"""A training run as one value, which a recipe builds and the loop uses; and how a run ended."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ LossFn = Callable[[nn.Module, Batch], LossSum]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What held-out data say of the model."""
+    """The result of an evaluation."""
 
     loss: float
-    """By which evaluations are compared: less is better."""
+    """The value by which evaluations are compared; lower is better."""
     tokens: int
-    """That it is the mean over."""
+    """The number of tokens that the loss is the mean of."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else is recorded, by name."""
+    """Further recorded values, by name."""
 
 
 @dataclass
 class Run:
-    """Everything that a training run consists of; a recipe builds it and hands it to `train`."""
+    """All parts of a training run; a recipe builds it and passes it to `train`."""
 
     config: Config
     run_dir: Path
@@ -50,39 +50,39 @@ class Run:
     loss_fn: LossFn
     log: MetricsLog
     evaluate: Callable[[Run, Callable[[], bool]], Evaluated | None] | None = None
-    """Called with this run and with whether it is asked to stop; None: the loss on held-out data."""
+    """Called with this run and a function that returns whether to stop; None: the loss on held-out data."""
     state: ExtraState | None = None
-    """What the recipe keeps in checkpoints."""
+    """The recipe's state for checkpoints."""
     largest_batch: Callable[[Config], Batch] = largest_batch
     flops: Flops = NO_FLOPS
     peak_flops: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    """Goes into every checkpoint's state.json."""
+    """Written into every checkpoint's state.json."""
     start_step: int = 0
     sample: Callable[[int, Callable[[], bool]], None] | None = None
-    """Called after an evaluation, with the step and whether the run is asked to stop: has the model say something."""
+    """Called after an evaluation with the step and a function that returns whether to stop: generates samples."""
     graphed: GraphedMicroBatches | None = None
-    """Runs forward and backward in the place of `loss_fn` where that is worth it."""
+    """If set, runs forward and backward instead of `loss_fn`."""
 
     def is_due(self, step: int, *, every: int) -> bool:
-        """Whether what is done every so many steps (0: never), and after the last one, is due."""
+        """Whether work that is done every `every` steps (0: never) and after the last step is due."""
         return step == self.data.train.total_steps or (every > 0 and step % every == 0)
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: `stopped` when it was asked to before its last step."""
+    """How a run ended. `stopped`: it was asked to stop before its last step."""
 
     step: int
     stopped: bool
     eval_loss_first: float | None
     """From before the first step."""
     eval_loss_last: float | None
-    """None before there was a later evaluation."""
+    """None if there was no later evaluation."""
     eval_loss_best: float | None = None
     eval_step_best: int | None = None
     """0: before the first step."""
     reason: str | None = None
     """Why a run that succeeded ended before its last step."""
     unsaved: Exception | None = None
-    """Why its last state is in no checkpoint, though it is exported."""
+    """Why the last state is not in a checkpoint, although it is exported."""

@@ -1,8 +1,8 @@
-"""What the model says at each evaluation to `run.sample_prompts`: the likeliest token each time, by its own forward.
+"""Generates the model's continuations of `run.sample_prompts` at each evaluation, by greedy decoding.
 
-Every rank goes on from all prompts alike, so that a sharded model can be gathered; rank 0 tells what it has. A token
-costs one forward over all prompts, without what was compiled for the shapes of training, which are others. No random
-number is drawn, and nothing of the training changes.
+Every rank continues all prompts, so that a sharded model can be gathered; rank 0 writes its results. A token costs one
+forward over all prompts, without the compiled code, because that is for other shapes. No random numbers are drawn, and
+the training's state does not change.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MULTIPLE = 64
-"""Rows are as long as a multiple of this: kernels, of float8 above all, want round sizes."""
+"""Row lengths are a multiple of this, because kernels, especially of float8, need such sizes."""
 Ask = Callable[[], bool]
 
 
 class Prompts:
-    """The prompts of a run as tokens, and how to read what follows them."""
+    """A run's prompts as tokens, and the decoding of their continuations."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerFast, shape: Shape) -> None:
-        """Raises ConfigError and DataError for a prompt that the model cannot go on from."""
+        """Raises ConfigError or DataError for a prompt that the model cannot continue."""
         self.texts, self._tokenizer = config.run.sample_prompts, tokenizer
         chat, system = config.recipe == "sft", config.data.system_prompt
         self.ids = [
@@ -66,7 +66,7 @@ def read_prompts(config: Config, tokenizer: PreTrainedTokenizerFast, shape: Shap
 
 
 def sampler(run: Run, prompts: Prompts) -> Callable[[int, Ask], None]:
-    """What goes on from the prompts after a step, and keeps what was said; every rank calls it."""
+    """A function that continues the prompts after a step and writes the results. Every rank must call it."""
     path = run.run_dir / SAMPLES_FILE
     log = SamplesLog(path, run.log, keep_through=run.start_step) if run.dist.is_main else None
 
@@ -81,7 +81,7 @@ def sampler(run: Run, prompts: Prompts) -> Callable[[int, Ask], None]:
 
 @torch.no_grad()
 def likeliest(run: Run, prompts: Prompts, is_stop_requested: Ask) -> list[list[int]] | None:
-    """The likeliest tokens after each prompt, up to its end; None when a rank was asked to stop meanwhile."""
+    """The most probable tokens after each prompt, up to an end token; None if a rank was asked to stop meanwhile."""
     device, count = run.dist.device, len(prompts.ids)
     sizes = [len(ids) for ids in prompts.ids]
     length = -(-(max(sizes) + prompts.most_new) // MULTIPLE) * MULTIPLE
@@ -103,7 +103,7 @@ def likeliest(run: Run, prompts: Prompts, is_stop_requested: Ask) -> list[list[i
                     new[row].append(token)
                     tokens[row, sizes[row]] = token
                     sizes[row] += 1
-            # ranks whose products differ in a last bit may end at other tokens: all go on while one does
+            # rounding may differ between ranks, so they may end at different tokens: all continue while one does
             open_rows = any(ids[-1] not in prompts.ends for ids in new)
             flags.post([int(is_stop_requested()), int(open_rows)])
             stopping, left = flags.read(keep=0)
@@ -114,6 +114,6 @@ def likeliest(run: Run, prompts: Prompts, is_stop_requested: Ask) -> list[list[i
 
 
 def _likeliest_at(hidden: Tensor, weight: Tensor, *, at: Tensor) -> Tensor:
-    """Of each row of hidden [B, T, D] the most probable next token after its position `at` [B]."""
+    """For each row of `hidden` [B, T, D], the most probable next token after its position `at` [B]."""
     last = hidden[torch.arange(len(at), device=at.device), at]
     return F.linear(last, weight.to(last.dtype)).float().argmax(dim=-1)

@@ -1,4 +1,4 @@
-"""When a run saves, and what a save that fails means."""
+"""Decides when a run saves, and handles saves that fail."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trainer.train.values import PeakMemory
 
 DEFAULT = AsyncSave()
 WORTH_SAYING_S = 1.0
-"""Shorter waits for a save are not told."""
+"""Seconds. Shorter waits for a save are not logged."""
 PATIENCE_S = (10.0, 30.0)
-"""After so long a wait that goes on is told, first and then each time: a disk that is stuck says nothing itself."""
+"""Seconds of waiting for a save until the first note and between further ones: a hanging disk causes no error."""
 
 
 class Saver:
-    """Writes checkpoints of a run when they are due, beside the training where `train.async_save` says so."""
+    """Writes a run's checkpoints when due; in parallel with the training if `train.async_save` is set."""
 
     def __init__(
         self,
@@ -34,24 +34,24 @@ class Saver:
         memory: PeakMemory | None = None,
         patience_s: tuple[float, float] = PATIENCE_S,
     ) -> None:
-        """`memory`: what does not count the copies that saves make."""
+        """`memory`: the peak meter, which must not count the copies of saves."""
         self._run = run
         self._memory = memory or PeakMemory(run.dist.device)
         self._patience_s = patience_s
         train = run.config.train
-        # what is saved only at the end is waited for anyway, and needs no copy
+        # the run waits for a save at the end in any case, so it needs no copy
         self._is_worth_it = train.async_save and 0 < train.save_every < run.data.train.total_steps
         self._writer = Writer(run.dist, beside=beside if self._is_worth_it else None, on_stage=on_stage)
         self.unsaved: CheckpointError | None = None
-        """Why there is no checkpoint of the last save."""
+        """The error of the last save, if it failed."""
         self.keeps_best = saves_the_best(run.config)
-        """Whether each best evaluation so far is to be saved."""
+        """Whether to save after each evaluation that is the best so far."""
         self._keep = Keep(train.keep_last, max(train.keep_best, int(self.keeps_best)), train.keep_every)
 
     def is_async(self) -> bool:
-        """Whether training would go on beside a save that began now; the same on every rank.
+        """Whether training would continue during a save that began now; the same on every rank.
 
-        Waits for the save before: with it a saver may be lost, which the ranks hear of at different moments.
+        Waits for the previous save: a saver may be lost with it, and the ranks notice this at different times.
         """
         if not self._is_worth_it:
             return False
@@ -63,27 +63,27 @@ class Saver:
         return self._run.is_due(step, every=self._run.config.train.save_every)
 
     def prepare(self) -> None:
-        """Begin with what saves beside the training need, before the first step: it waits for nothing of that."""
+        """Before the first step, start the preparation of saves in parallel with the training, without waiting."""
         reason = self._writer.prepare(self._run.module, self._run.optimizer)
         if reason:
             self._run.log.note(f"note: saves stop the training, train.async_save has no effect: {reason}")
 
     def after_step(self) -> None:
-        """Tell the outcome of a save that has ended meanwhile, and take, once in a run, the memory of the GPU that the
-        first save would have to wait for."""
+        """Log the outcome of a save that has ended meanwhile. Once in a run, allocate the GPU memory that the first
+        save would have to wait for."""
         if self._writer.has_ended():
             self._tell()
         self._writer.reserve(self._memory.left_out)
 
     def save(self, step: int, *, must_succeed: bool, then_export: bool = False) -> None:
-        """Save; one that fails on the way is only reported, for the training is worth more than it.
+        """Save. A failure during the run is only reported, because the training is more important than one save.
 
-        Only one save is under way at a time: this waits for the one before. With `must_succeed` it waits for its own
-        outcome too, and raises CheckpointError; where the model is exported next, that comes first: the error is left
-        in `unsaved`, on every rank alike.
+        Only one save runs at a time: this waits for the previous one. With `must_succeed` it also waits for this
+        save's outcome, and raises CheckpointError. With `then_export` it does not raise, so that the export can
+        follow: the error is then in `unsaved`, on every rank.
         """
         self._run.dist.progress.enter("saving")
-        with self._memory.left_out():  # a copy in memory that is free anyway
+        with self._memory.left_out():  # the copy uses memory that is free in any case
             if self._writer.saving_step != step:
                 self._wait_for_earlier()
                 self._start(step)
@@ -94,7 +94,7 @@ class Saver:
                 self._tell(must_succeed=not then_export, goes_on="the model is exported all the same")
 
     def finish(self) -> None:
-        """Wait for the save that is under way, tell its outcome, and end."""
+        """Wait for the save in progress, log its outcome, and close the writer."""
         self._run.dist.progress.enter("saving")
         self._tell()
         self._writer.close()

@@ -16,13 +16,13 @@ from trainer.optim.build import set_learning_rate
 from trainer.train.run import Run
 
 NAMES = ("loss sum", "target tokens", "tokens", "gradient norm", "finite", "squared document lengths")
-"""The first entries of StepValues.values. After them stand, rank by rank, the seconds that each took to get its data
-and through its forward passes, and whether its own loss was not finite (1.0); then the sums of the loss's terms."""
+"""The first entries of StepValues.values. Then follow: for each rank the seconds for its data and its forward passes;
+for each rank 1.0 if its loss was not finite; the sums of the loss's terms."""
 
 
 @dataclass(frozen=True)
 class StepValues:
-    """What a step has to tell, still on its way from the device: `values` may be read once `ready` says so."""
+    """The results of a step, while they are copied from the device: `values` is valid once `ready` has completed."""
 
     step: int
     lr: float
@@ -30,7 +30,7 @@ class StepValues:
     values: torch.Tensor  # [6 + 2·ranks + terms] float64 on the CPU, see NAMES
     ready: torch.cuda.Event | None
     launched_s: float
-    """time.perf_counter() when the host was through with the step, which on the CPU had ended then."""
+    """time.perf_counter() when the host had launched the step; on the CPU the step had then ended."""
     terms: tuple[str, ...] = ()
     """Names of the loss's terms."""
 
@@ -41,12 +41,12 @@ class StepValues:
 
 
 StepWatcher = Callable[[int, list[StepValues]], AbstractContextManager[None]]
-"""What stands around a step, whose number counts from 1; the step leaves its values in the list."""
+"""A context manager around a step: (its number, from 1; a list to which the step adds its values)."""
 
 
 @contextmanager
 def watched(watchers: Sequence[StepWatcher], step: int) -> Iterator[list[StepValues]]:
-    """The step, with everybody watching who wants to; put the step's values into the list."""
+    """Enter all watchers' contexts around a step. Put the step's values into the list."""
     values: list[StepValues] = []
     with ExitStack() as stack:
         for watcher in watchers:
@@ -55,7 +55,8 @@ def watched(watchers: Sequence[StepWatcher], step: int) -> Iterator[list[StepVal
 
 
 def is_watched(run: Run, step: int) -> bool:
-    """Whether the config names this step to be watched: what was written about it since is no time of the next one."""
+    """Whether the config asks to profile or snapshot this step: writing the results must not count as time of the next
+    step."""
     train = run.config.train
     return step in train.profile_steps or step in train.memory_snapshot_steps
 
@@ -108,7 +109,7 @@ def train_step(run: Run, step: int, *, lr: float) -> StepValues:
 
 
 def _own_slots(loss: torch.Tensor, busy: float, dist: Dist) -> torch.Tensor:
-    """[2·ranks] zeros but for this rank's entries, so that the sum over ranks holds everybody's."""
+    """[2·ranks] zeros except this rank's entries, so that the sum over ranks has the entries of all."""
     slots = torch.zeros(2, dist.world_size, dtype=torch.float64, device=dist.device)
     slots[0, dist.rank].fill_(busy)  # an assignment would wait for the device
     slots[1, dist.rank].copy_(~torch.isfinite(loss))
@@ -116,17 +117,17 @@ def _own_slots(loss: torch.Tensor, busy: float, dist: Dist) -> torch.Tensor:
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What a gradient of this norm is divided by to be at most `max_norm` long; 0: it stays as it is."""
+    """The divisor that clips a gradient of this norm to `max_norm`; 1 if `max_norm` is 0."""
     return torch.clamp((norm + 1e-6) / max_norm, min=1.0) if max_norm > 0 else torch.ones_like(norm)
 
 
 def divides_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer divides the gradients within its own pass over them: torch's fused ones and ours do."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)  # what torch.amp.GradScaler looks at
+    """Whether the optimizer divides the gradients during its step, like torch's fused ones and the trainer's own."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)  # torch.amp.GradScaler checks this too
 
 
 class _ReadOnDevice(Protocol):
-    """What torch's fused optimizers, and ours, look at in a step; torch's types do not name it."""
+    """Attributes that torch's fused optimizers and the trainer's own read in a step; torch's types lack them."""
 
     found_inf: torch.Tensor | None
     grad_scale: torch.Tensor | None
@@ -135,16 +136,16 @@ class _ReadOnDevice(Protocol):
 def apply_update(
     optimizer: torch.optim.Optimizer, lr: float, finite: torch.Tensor, *, divisor: torch.Tensor | None = None
 ) -> None:
-    """Step the optimizer unless `finite` (a bool scalar on the device) is false, and drop the gradients.
+    """Step the optimizer unless `finite` (a bool scalar on the device) is false, and delete the gradients.
 
-    `divisor`: of the gradients, for an optimizer that divides by itself (`divides_by_itself`).
+    `divisor`: the gradients' divisor, for an optimizer with `divides_by_itself`.
     """
     set_learning_rate(optimizer, lr)
-    # the CPU where any parameter is offloaded: the values must be there before it reads them
+    # the CPU if any parameter is offloaded: the values must be there before the optimizer reads them
     devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
     device = min(devices, key=lambda device: device.type != "cpu")
     read = cast("_ReadOnDevice", optimizer)
-    read.found_inf = (~finite).float().to(device)  # nobody waits for the value
+    read.found_inf = (~finite).float().to(device)  # the host does not wait for the value
     if divisor is not None:
         read.grad_scale = divisor.to(device)
     optimizer.step()
@@ -155,11 +156,11 @@ def apply_update(
 def copy_to_host_async(
     step: int, lr: float, waited: float, values: torch.Tensor, *, terms: tuple[str, ...] = ()
 ) -> StepValues:
-    """What a step has to tell, `values` as float64 on the device, which is not waited for."""
+    """The results of a step. `values`: float64 on the device; starts their copy to the host and does not wait."""
     if values.device.type != "cuda":
         return StepValues(step, lr, waited, values, None, time.perf_counter(), terms)
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    # a kernel writes them: copies to the host are made one after another, and that of a save takes hundreds of ms
+    # written by a kernel: copies to the host run one after another, and that of a save takes hundreds of ms
     torch.mul(values, 1.0, out=_mapped(pinned, values.device))
     ready = torch.cuda.Event(enable_timing=True)
     ready.record()
@@ -167,7 +168,7 @@ def copy_to_host_async(
 
 
 class _Array:
-    """What torch makes a tensor of, without a copy: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html"""
+    """Lets torch make a tensor without a copy: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html"""
 
     def __init__(self, pinned: torch.Tensor) -> None:
         self._kept = pinned
@@ -180,5 +181,5 @@ class _Array:
 
 
 def _mapped(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Pinned float64 memory of the host as a tensor that kernels of a device write: the two share their addresses."""
+    """Pinned float64 host memory as a tensor that the device's kernels can write: both use the same addresses."""
     return torch.as_tensor(_Array(pinned), device=device)

@@ -1,4 +1,4 @@
-"""The values of the steps, read late so that the device is never waited for, and the records made of them."""
+"""Reads the steps' values late, so that the host never waits for the device, and makes records of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.words import first_few
 
 
 class NonFiniteError(Exception):
-    """Too many steps in a row had a gradient or loss that is NaN or infinite."""
+    """Too many steps in a row had a NaN or infinite gradient or loss."""
 
 
 class Reader:
@@ -28,23 +28,24 @@ class Reader:
         self._memory = memory
         self._late: StepValues | None = None
         self._newest: tuple[StepValues, float] | None = None
-        """The step read last, and its gradient norm."""
+        """The last step that was read, and its gradient norm."""
         self._window = Window()
         self._skipped_in_a_row = 0
         self._clock = StepClock(run.dist.device)
         self._start_s: float | None = None
-        """For the first record: how long the start took."""
+        """The duration of the start, for the first record."""
 
     def push(self, values: StepValues) -> None:
-        """Keep the newest step's values and read those of the step before; on the CPU they are there already."""
+        """Keep the newest step's values and read those of the previous step. On the CPU, also read the newest."""
         late, self._late = self._late, values
         if late is not None:
             self._read(late)
-        if values.ready is None or values.step == self._run.start_step + 1:  # the first one, for the start's seconds
+        if values.ready is None or values.step == self._run.start_step + 1:  # the first step, for the start's duration
             self.drain()
 
     def drain(self, *, at_end: bool = False) -> None:
-        """Read what is left; `at_end` records the steps since the last record too, wherever `train.log_every` is."""
+        """Read the remaining values. `at_end` also records the steps since the last record, without regard to
+        `train.log_every`."""
         late, self._late = self._late, None
         if late is not None:
             self._read(late)
@@ -52,7 +53,7 @@ class Reader:
             self._log(*self._newest)
 
     def restart_clock(self) -> None:
-        """Do not count what came since the last step (evaluation, a synchronous save, a trace) as time of the next one.
+        """Do not count the time since the last step (evaluation, a synchronous save, a trace) as time of the next one.
 
         All steps must have been read (`drain`).
         """
@@ -111,7 +112,7 @@ class Reader:
         return {**record, **window.straggler(), **({"skipped": window.skipped} if window.skipped else {}), **started}
 
     def _tell_skipped(self, step: int, norm: float, *, ranks: list[int]) -> None:
-        """Say whose loss it was and of which rows, as far as that is known; every rank has the same to say."""
+        """Log which ranks' loss it was and the rows, as far as known. The same on every rank."""
         if not ranks:
             cause = f"gradient norm {norm}, though every rank's loss was finite"
         else:
@@ -122,7 +123,7 @@ class Reader:
 
     def _check_finite(self, step: int, loss: float, norm: float) -> None:
         run = self._run
-        # a run shorter than the limit has failed too when nothing of it was learned
+        # a run shorter than the limit also fails if all its steps were skipped
         limit = min(run.config.train.max_nonfinite_steps, run.data.train.total_steps)
         if self._skipped_in_a_row >= limit:
             first = step - self._skipped_in_a_row + 1
@@ -134,12 +135,12 @@ class Reader:
 
 
 SHOWN_ROWS = 8
-"""How many rows' ids a warning names."""
+"""The number of row IDs that a warning shows."""
 
 
 class StepClock:
-    """Seconds from the end of one step to the end of the next, by the device's own clock on CUDA: when a step's values
-    are read says nothing about when it ended."""
+    """Seconds from the end of one step to the end of the next. On CUDA measured by events on the device, because the
+    time at which a step's values are read does not show when it ended."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -153,7 +154,7 @@ class StepClock:
             self._since_event.record()
 
     def lap(self, values: StepValues) -> float:
-        """Seconds from the last lap to the end of a step, whose values can be read."""
+        """Seconds from the last lap to the end of this step, whose values must be readable."""
         if values.ready is None or self._since_event is None:
             since, self._since = self._since, values.launched_s
             return self._since - since
@@ -172,13 +173,13 @@ class Window:
     targets: float = 0.0
     tokens: float = 0.0
     squares: float = 0.0
-    """Of the documents' lengths."""
+    """The sum of the squares of the documents' lengths."""
     seconds: float = 0.0
     wait: float = 0.0
     terms: dict[str, float] = field(default_factory=dict)
-    """Sums beside the loss, over the same steps."""
+    """Sums of the loss's further terms, over the same steps."""
     busy: list[float] = field(default_factory=list)
-    """Seconds of each rank's host until its backward passes, where it waits for the others."""
+    """Seconds of each rank's host before its backward passes, in which it waits for the others."""
 
     def add(self, loss: float, targets: float, tokens: float, *, finite: bool, seconds: float, wait: float) -> None:
         self.steps += 1
@@ -196,17 +197,17 @@ class Window:
             self.terms[name] = self.terms.get(name, 0.0) + value
 
     def mean_terms(self) -> Record:
-        """Per target token, as the loss."""
+        """The terms per target token, like the loss."""
         return {name: value / self.targets if self.targets else float("nan") for name, value in self.terms.items()}
 
     def add_busy(self, busy: list[float]) -> None:
         self.busy = [sum(pair) for pair in zip(self.busy or [0.0] * len(busy), busy, strict=True)]
 
     def straggler(self) -> Record:
-        """The slowest rank, and how many times the median of all ranks its seconds are; nothing for a single rank.
+        """The slowest rank, and its seconds as a multiple of the median of all ranks; empty for a single rank.
 
-        On CUDA these are the host's seconds, until its forward passes are launched: data and Python that are slow show
-        here, a GPU that is slow does not.
+        On CUDA these are the host's seconds until its forward passes are launched: slow data and slow Python are
+        visible here, a slow GPU is not.
         """
         if len(self.busy) < 2:
             return {}
@@ -216,17 +217,17 @@ class Window:
 
     @property
     def mean_length(self) -> float:
-        """Of the document that a token stands in, in tokens."""
+        """The mean length, over tokens, of the document that contains the token; in tokens."""
         return self.squares / self.tokens if self.tokens else 0.0
 
     @property
     def loss(self) -> float:
-        """Per target token, over the steps that were not skipped; NaN when all were."""
+        """The loss per target token, over the steps that were not skipped; NaN if all were."""
         return self.loss_sum / self.targets if self.targets else float("nan")
 
 
 class PeakMemory:
-    """The most GPU memory that tensors of the training have taken so far."""
+    """The peak GPU memory of the training's tensors so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -234,12 +235,12 @@ class PeakMemory:
         self._earlier = 0
 
     def gib(self) -> float | None:
-        """Bytes as GiB; None on the CPU."""
+        """The peak in GiB; None on the CPU."""
         return round(self._bytes() / 2**30, 3) if self._on_cuda else None
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """What is taken inside, and given back before its end, does not count."""
+        """Memory that is allocated and freed inside does not count."""
         if not self._on_cuda:
             yield
             return

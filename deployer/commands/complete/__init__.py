@@ -1,1 +1,1 @@
-"""Completion at the shell: the script that a shell loads, and the answers that it then asks for at each TAB."""
+"""Shell completion: the script that a shell loads, and the answers that the script requests at each TAB."""

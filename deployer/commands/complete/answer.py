@@ -1,4 +1,4 @@
-"""The answer to a shell that asks what may stand at the cursor, found by click in the commands themselves."""
+"""Answers a shell's request for completions at the cursor; click finds them in the commands."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _AT = {
     **dict.fromkeys(("FILE", "FILE...", "PATH"), words.files),
     **dict.fromkeys(("DIR", "NAME|DIR"), words.folders),
 }
-"""What an argument or option takes, as its help names it, or by its name. A new command needs nothing here."""
+"""The completion function by the metavar in the help, or by the parameter's name. A new command needs no entry."""
 
 _BREAKS = "=:@<>&|;("
-"""Of COMP_WORDBREAKS, but for quotes."""
+"""The characters of COMP_WORDBREAKS, except quotes."""
 _TO_ESCAPE, _ESCAPED = r"([^\w%+=:,./~@-])", r"\\\1"
 _CURSOR = "\x01"
-"""Ends the line that is read, so that its last word is there even when it is empty or a quote in it is open."""
+"""Added at the end of the line, so that the last word exists even if it is empty or has an open quote."""
 
 
 def answer(cli: click.Group, asked: str) -> int:
-    """Writes what may stand at the cursor; nothing else, whatever happens: the person is in the middle of a line."""
+    """Writes the completions at the cursor, and no errors: the user is in the middle of a line."""
     for kind in (Bash, Zsh, Fish):
         add_completion_class(kind)
     for command in cli.commands.values():
@@ -53,7 +53,7 @@ def answer(cli: click.Group, asked: str) -> int:
 
 
 class _Answer(ShellComplete):
-    """What the three shells share: the line is read here, as a shell reads it, and not by each in its own way."""
+    """Common to the three shells: splits the command line here, so that all three follow the same rules."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
         typed = split_arg_string(os.environ[LINE] + _CURSOR)
@@ -62,16 +62,16 @@ class _Answer(ShellComplete):
         return typed[own + 1 : -1], typed[-1]
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[str]]:
-        if "--" in args:  # a program of somebody's own, and its words
+        if "--" in args:  # a program of the user, with its arguments
             return [words.FILE]
-        args = ["--dry-run=local" if word == "--dry-run" else word for word in args]  # takes no word after it
+        args = ["--dry-run=local" if word == "--dry-run" else word for word in args]  # does not take the next word
         option = re.match("--?[a-z-]+=", incomplete)
         found = super().get_completions(args, incomplete)
         if option:
             found = [_with(item, f"{option[0]}{item.value}") for item in found]
         elif not args:
             near = words.configs(click.Context(self.cli), self.cli.params[0], incomplete)
-            found += [item for item in near if item.type != "open" or not found]  # results/ is in the way of resume
+            found += [item for item in near if item.type != "open" or not found]  # else results/ beside resume
         return [item for item in found if shown(item.value) == item.value]
 
     def format_completion(self, item: CompletionItem[str]) -> str:
@@ -83,8 +83,8 @@ def _with(item: CompletionItem[str], value: str) -> CompletionItem[str]:
 
 
 class Bash(_Answer):
-    """bash replaces what follows the last of its breaks in a word alone, with that break where it is an `@`, and takes
-    an answer as it is to be typed."""
+    """bash replaces only the part of a word after its last break character, including the break if it is an `@`. It
+    inserts the answer unchanged, so the answer must be quoted."""
 
     name = "bash"
 
@@ -92,17 +92,17 @@ class Bash(_Answer):
         args, incomplete = self.get_completion_args()
         part = os.environ.get(WORD, "")
         bare = part.lstrip("'\"")
-        if not bare.strip(_BREAKS):  # the part is yet to begin
+        if not bare.strip(_BREAKS):  # the part is still empty
             bare = ""
         before = incomplete.removesuffix(bare).removesuffix("@") if incomplete.endswith(bare) else ""
         found = [(item.type, item.value.removeprefix(before)) for item in self.get_completions(args, incomplete)]
-        if part[:1] in ("'", '"'):  # only what stands for itself in quotes
+        if part[:1] in ("'", '"'):  # only words without characters that are special in quotes
             return "\n".join(f"{kind},{value}" for kind, value in found if not re.search(r"['\"$`\\!]", value))
         return "\n".join(f"{kind},{re.sub(_TO_ESCAPE, _ESCAPED, value)}" for kind, value in found)
 
 
 class Zsh(_Answer):
-    """`_describe` reads an answer up to its first colon, and shows the rest."""
+    """`_describe` takes the answer up to its first colon as the word, and shows the rest as help."""
 
     name = "zsh"
 
@@ -112,7 +112,7 @@ class Zsh(_Answer):
 
 
 class Fish(_Answer):
-    """What follows a tab is shown."""
+    """fish shows the text after a tab as help."""
 
     name = "fish"
 

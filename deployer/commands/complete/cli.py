@@ -8,11 +8,11 @@ from deployer.commands.options import CONTEXT, Command
 from deployer.terminal import say_script
 
 VARIABLE = "_TORCHFERRY_COMPLETE"
-"""Asks for an answer instead of a command; named as click has it."""
+"""If this variable is set, the program answers a completion request; the name follows click's scheme."""
 LINE = "_TORCHFERRY_LINE"
 """The command line up to the cursor, as it was typed."""
 WORD = "_TORCHFERRY_WORD"
-"""bash alone: the last part of the last word, which the answer replaces; `=`, `:` and `@` end such a part."""
+"""Only for bash: the last part of the last word, which the answer replaces; `=`, `:` and `@` end such a part."""
 
 
 @click.command(cls=Command, context_settings=CONTEXT)

@@ -1,8 +1,8 @@
-"""What a shell loads, for each shell. It asks this installation and no other program: a `deploy.py` of somebody else's
-is not run because somebody presses TAB after its name.
+"""The completion script for each shell. It calls only this installation: pressing TAB after the name of another
+`deploy.py` does not run that program.
 
-An answer is lines of a kind, a word and a help text. `plain`: a blank follows the word; `open`: none, for it goes on;
-`file`, `dir`: the shell completes these by itself.
+An answer consists of lines with a kind, a word and a help text. `plain`: a blank follows the word; `open`: no blank,
+because the word continues; `file`, `dir`: the shell completes these itself.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What may stand at a place of the command line: jobs and hosts as this client has noted them, files, keys. Nothing
-here asks a host, and what cannot be read offers nothing.
+"""The words that complete an argument or option: jobs and hosts in this client's records, files, keys. No host is
+asked, and a file that cannot be read gives no completions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deployer.errors import FerryError
 if TYPE_CHECKING:
     from deployer.jobs.registry import JobRecord
 
-    Items = list[CompletionItem[str]]  # only newer clicks can be asked for that
+    Items = list[CompletionItem[str]]  # CompletionItem takes a type argument only in newer versions of click
 
 MOST_JOBS = 50
 MOST_FILES = 10_000
@@ -31,7 +31,7 @@ FOLDER = CompletionItem("", type="dir")
 
 
 def jobs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Ids of jobs that were launched from here, the newest first."""
+    """IDs of jobs that were launched from here, newest first."""
     given = ctx.params.get(param.name or "") or ()
     taken = (given,) if isinstance(given, str) else given
     return [
@@ -47,7 +47,7 @@ def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
 
 
 def hosts(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Hosts of ssh_config, and those that jobs were sent to; of `user@h` the ones that begin with `h`."""
+    """Hosts in ssh_config, and hosts of earlier jobs; for `user@h` the hosts that begin with `h`."""
     from deployer.transport.ssh.config_file import host_aliases
 
     user, at, _ = incomplete.rpartition("@")
@@ -65,7 +65,7 @@ def _records(beginning: str) -> list[JobRecord]:
 
 
 def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Files that may be configs, and folders that may hold some."""
+    """Files that may be configs, and folders that may contain configs."""
     if incomplete.startswith("~"):
         return [FILE]
     folder, slash, beginning = incomplete.rpartition("/")
@@ -93,7 +93,7 @@ def folders(ctx: click.Context, param: click.Parameter, incomplete: str) -> Item
 
 
 def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Keys of a config, a section at a time; of `KEY=` the words that it may be."""
+    """Keys of a config, one section at a time; after `KEY=` the allowed values."""
     key, equals, _ = incomplete.partition("=")
     if equals:
         words = dict(_keys()).get(key) or []
@@ -105,9 +105,9 @@ def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
 
 
 def _keys() -> Iterator[tuple[str, list[str] | None]]:
-    """Every key of the schema with the words that it may be, where it takes only such; None: keys follow it.
+    """Every key of the schema with its allowed words, if it takes only fixed words; None: further keys follow it.
 
-    The schema alone is loaded, which takes less than the code that reads a config.
+    Only the schema is loaded, which is faster than the code that reads a config.
     """
     from trainer.schema import Config
 
@@ -123,5 +123,5 @@ def _keys() -> Iterator[tuple[str, list[str] | None]]:
 
 
 def _words(kind: Any) -> list[str]:
-    """Of a field's type, as it is written."""
+    """The allowed words in the text of a field's type."""
     return ["true", "false"] if str(kind).startswith("bool") else re.findall(r"'([^']*)'", str(kind))

@@ -87,8 +87,8 @@ def shell(job_id: str | None, bare: bool, **place: Any) -> None:
 
 
 def _find_place(job_id: str | None, **place: Any) -> tuple[Host, str | None, tuple[str, ...]]:
-    """A host, the job beside which something runs there (none where a host alone is named), and the names of the
-    secrets that this client gave it."""
+    """The host, the job whose environment is used (None if only a host is named), and the names of the secrets that
+    this client passed to that job."""
     if job_id is None and (place["ssh"] is not None or place["root"] is not None):
         return host_of(**place), None, ()
     host, record = find_host(job_id, **place)

@@ -1,4 +1,4 @@
-"""`doctor`: the checks of a host, and of the way to it."""
+"""`doctor`: the checks of a host and of the connection to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Finding(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a host says of itself."""
+    """The report that a host returns."""
 
     facts: dict[str, Any]
     checks: tuple[Finding, ...]
@@ -33,7 +33,7 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class Contact:
-    """How the way to a host was: seconds, and what its login printed."""
+    """Measurements of the connection to a host in seconds, and the output of its login."""
 
     connect_s: float
     answered_s: float
@@ -42,7 +42,7 @@ class Contact:
 
 
 def doctor(host: Host, *, as_json: bool) -> int:
-    """Shows a host's checks; 0 when none fails, 1 otherwise."""
+    """Shows a host's checks. Returns 0 if none fails, else 1."""
     connect_s = host.dial()
     with host.connect(request={"op": "doctor", "client_time": time.time()}) as link:
         found = link.first.result("doctor", Report)
@@ -51,15 +51,15 @@ def doctor(host: Host, *, as_json: bool) -> int:
     if as_json:
         terminal.say_json(to_json(Report(found.facts, checks)))
     else:
-        facts = {key: value for key, value in found.facts.items() if key != "gpus"}  # of which the checks tell
+        facts = {key: value for key, value in found.facts.items() if key != "gpus"}  # the checks show the GPUs
         terminal.facts(shown(host.name), [cells(key, _fact(value)) for key, value in facts.items()])
         terminal.checks([terminal.Check(c.status, *cells(c.name, c.detail, c.hint)) for c in checks])
     return 1 if any(check.status == "fail" for check in checks) else 0
 
 
 def check_contact(contact: Contact) -> list[Finding]:
-    """What the client saw of the way and of the login: output and time of the shell's start-up files, and how long an
-    unchanged deployment takes."""
+    """Checks of the connection and the login: output and time of the shell's start-up files, and the time to deploy an
+    unchanged project."""
     login_s = max(0.0, contact.answered_s - contact.round_trip_s)
     deploy_s = contact.connect_s + contact.answered_s + contact.round_trip_s / 2
     silent = "let the shell's start-up files end early without a terminal: case $- in *i*) ;; *) return;; esac"

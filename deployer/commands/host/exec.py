@@ -1,4 +1,4 @@
-"""`exec` and `shell`: commands beside a job, with its environment."""
+"""`exec` and `shell`: commands in a job's folder on its host, with the job's environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Exit(NamedTuple):
 
 
 MOST_KEPT = 8 << 20
-"""Bytes of each output that are kept for a script; what follows is dropped, and the answer says so."""
+"""Bytes of each output that are kept for --json; more is dropped, and `cut` in the answer is true then."""
 
 
 def execute(
@@ -39,9 +39,9 @@ def execute(
     secrets: Sequence[str],
     as_json: bool = False,
 ) -> int:
-    """Runs a command on the host, with this process's own input and output; its exit code is ours. When a job is given
-    it runs in its code folder and, unless `bare`, with its environment. `secrets`: names of those that this client has
-    given the job; `as_json`: what it wrote is one JSON at its end."""
+    """Runs a command on the host, connected to this process's input and output, and returns its exit code. With a job,
+    it runs in the job's code folder and, unless `bare`, with the job's environment. `secrets`: names of the secrets
+    that this client passed to the job; `as_json`: print the output as one JSON at the end."""
     kept = {"stdout": bytearray(), "stderr": bytearray()}
     cut = False
     with host.connect() as link:
@@ -71,7 +71,8 @@ def execute(
 
 
 def _send_secrets(call: Call, names: Sequence[str]) -> None:
-    """Those that are set here; they follow the request, for the command line of a process is seen by everybody."""
+    """Sends the secrets that are set here. They follow the request as data, because every user of a machine can see the
+    command line of a process."""
     values = {name: os.environ[name] for name in names if name in os.environ}
     call.send_data(json.dumps({"secrets": values}).encode("ascii"))
     call.end_data()
@@ -83,11 +84,12 @@ def _feed(call: Call, stdin: BinaryIO) -> None:
             call.send_data(data)
         call.end_data()
     except (FerryError, OSError):
-        pass  # the command or the connection has ended: its reader tells
+        pass  # the command or the connection has ended: the reader reports it
 
 
 def shell(host: Host, job_id: str | None, *, bare: bool, secrets: Sequence[str]) -> int:
-    """A shell on the host. With a job it stands in its code folder and, unless `bare`, has the job's environment."""
+    """Opens a shell on the host. With a job, it starts in the job's code folder and, unless `bare`, has its
+    environment."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("a shell needs a terminal", hint="deploy.py exec ID -- cmd… runs one command without one")
     if job_id is None:
@@ -104,8 +106,8 @@ def shell(host: Host, job_id: str | None, *, bare: bool, secrets: Sequence[str])
         return _start_shell(host, _ENTER, pipe)
 
 
-# the login shell may be fish or tcsh: it only hands on one constant text and one quoted word. The job's shell is no
-# login shell: the start-up files of one set PATH anew
+# the login shell may be fish or tcsh: it only passes on one constant text and one quoted word. The job's shell is not a
+# login shell, because the start-up files of a login shell change PATH
 _ENTER = '. "$0" && exec "${SHELL:-/bin/sh}"'
 _GO_THERE = 'cd "$0" && exec "${SHELL:-/bin/sh}" -l'
 

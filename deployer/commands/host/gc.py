@@ -1,4 +1,4 @@
-"""`gc`: what a host could do without, shown, then removed."""
+"""`gc`: shows what a host no longer needs, then removes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def gc(host: Host, *, limits: dict[str, float | int | None], dry_run: bool, yes: bool, as_json: bool) -> None:
-    """Shows what no job needs any more (and the ended jobs that the limits give up), asks, removes it."""
+    """Shows what no job needs any more (and the ended jobs beyond the limits), asks, and removes it."""
     if not (dry_run or yes) and not terminal.has_person(as_json=as_json):
         raise UsageError("gc asks before it removes, and nobody can answer here", hint="--dry-run shows; --yes removes")
     with host.connect(request={"op": "gc", "dry_run": not yes or dry_run, "unfetched": True, **limits}) as link:
@@ -63,7 +63,7 @@ def _show_gc(host: Host, found: GcReport, *, done: bool) -> None:
 
 
 def _unfetched_line(job_id: str, left: UnpulledFiles, *, done: bool) -> str:
-    """A line on what goes with a job and is nowhere else, as far as the host was told."""
+    """A line about files that are lost with a job, because they were never pulled as far as the host knows."""
     least = "at least " if left.at_least else ""
     named = ", ".join(name.removeprefix("code/") for name in left.largest)
     what = f"{least}{terminal.counted(left.files, 'file')}, {terminal.size(left.size_bytes)}: {named}"

@@ -1,4 +1,4 @@
-"""`gpus`: who holds and uses a host's GPUs, and who waits for them."""
+"""`gpus`: the jobs and processes that hold or use a host's GPUs, and the jobs that wait for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tunnel`: a port of this machine that is one of a job's host."""
+"""`tunnel`: forwards a port of this machine to a port of a job's host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deployer.printable import shown
 
 
 def tunnel(host: Host, job_id: str | None, ports: Ports, *, give_up_s: float, as_json: bool) -> int:
-    """Forwards until it is interrupted, which is its usual end."""
+    """Forwards until Ctrl-C, which is the normal end, and returns 0."""
     local, remote = ports
     job = job_id or (f"--ssh {shlex.quote(host.ssh)}" if host.ssh else "")
     if host.ssh is None and local == remote:
@@ -44,8 +44,8 @@ def tunnel(host: Host, job_id: str | None, ports: Ports, *, give_up_s: float, as
 
 
 def open_link(host: Host, job_id: str | None) -> Link:
-    """A conversation with the host on which the job runs. UsageError where that is another one: a cluster's hosts share
-    a home, and with it a job's folder."""
+    """A connection to the host on which the job runs. Raises HostError if the job runs on another host: the hosts of a
+    cluster may share a home folder, which contains the job's folder."""
     if job_id is None:
         link = host.connect()
         link.wait_ready()

@@ -1,4 +1,4 @@
-"""The commands that start a job and end it: run, resume, repeat, stop."""
+"""The commands that start and stop jobs: run, sft, pretrain, resume, repeat, stop."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from deployer.jobs.registry import JobRecord
 
 DEFAULT_FILES = ("torchferry.yaml", "torchferry.yml")
-"""What is run where the command line names nothing."""
+"""The files that `run` looks for if the command line names none."""
 DRY_RUN = "Show what would run, and start nothing. =remote also asks the host."
 
 
 def with_launch(command: Callable[..., Any], *, gpus: str | None = None) -> Callable[..., Any]:
-    """The options of whatever launches a job. `gpus`: see `with_keys`."""
+    """Adds the options of a command that launches a job. `gpus`: see `with_keys`."""
     options = (
         SSH.option(),
         with_access,
@@ -98,7 +98,7 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     meta, named = click.get_current_context().meta, config
     program = meta["program"]
     config, overrides = _file_of(config, overrides, program)
-    if config is not None and config != named:  # for who launches it again
+    if config is not None and config != named:  # for a later `repeat`
         meta["words"] = [config, *meta["words"]]
     if config is not None and not Path(config).exists():
         _check_no_program(config, overrides)
@@ -111,7 +111,7 @@ def _launch(config: str | None, overrides: tuple[str, ...], program: tuple[str, 
     keys = take_changes(options)
     defaults = read_defaults(Path.cwd())
     if keys.get("target.ssh") == "":
-        keys["target.ssh"] = None  # this machine, whatever the defaults say
+        keys["target.ssh"] = None  # this machine; overrides the defaults
     asked = keys.get("target.ssh", defaults.host if config is None else None)
     early = asked if options["dry_run"] is None else None
     enter = entrance(early, **access)  # connects while the rest is imported, and the config and the tree are read
@@ -132,7 +132,7 @@ def _launch(config: str | None, overrides: tuple[str, ...], program: tuple[str, 
 def _file_of(
     config: str | None, overrides: tuple[str, ...], program: tuple[str, ...]
 ) -> tuple[str | None, tuple[str, ...]]:
-    """The file that is run, and the overrides. Where nothing is named, it is torchferry.yaml of this folder."""
+    """The file to run, and the overrides. If no file is named, torchferry.yaml in this folder is used."""
     if config is not None and "=" in config and not Path(config).exists():
         overrides, config = (config, *overrides), None
     if config is None and not program:
@@ -143,7 +143,7 @@ def _file_of(
 
 
 def with_config(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that a config is made of, and those of a launch."""
+    """Adds the options from which a config is made, and those of a launch."""
     options = (
         click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
         click.option("--model", metavar="NAME|DIR", help="The model: a Hugging Face name or a folder."),
@@ -255,7 +255,7 @@ def resume(job_id: str | None, overrides: tuple[str, ...], give_up_s: float, **o
     ways = {name: options.pop(name) for name in ("detach", "as_json", "notify")}
     ways.update(pulls=not options.pop("no_pull"), pull_limit=parse_size(options.pop("pull_max")) or None)
     changes = {"keys": take_changes(options), **options}
-    if job_id is not None and "=" in job_id:  # which no id has
+    if job_id is not None and "=" in job_id:  # an ID contains no =
         overrides, job_id = (job_id, *overrides), None
     host, record = find_host(job_id, **place)
     from deployer.commands.launch import resume as command
@@ -324,11 +324,11 @@ def repeat(job_id: str, overrides: tuple[str, ...], with_changes: bool, give_up_
 
 
 ANEW = "anew"
-"""Where a launch by another one's words finds it."""
+"""The key in click's `meta` under which a launch finds the job that it repeats."""
 
 
 def _record_of(job_id: str, ssh: str | None, root: str | None, **access: Any) -> JobRecord | None:
-    """This client's; None of a job that somebody else launched on a host that is named."""
+    """This client's record; None for a job from another machine, if its host is named."""
     from deployer.jobs.registry import find_record
 
     try:
@@ -340,7 +340,7 @@ def _record_of(job_id: str, ssh: str | None, root: str | None, **access: Any) ->
 
 
 def _words_beside(context: click.Context, job_id: str) -> list[str]:
-    """What was typed beside the id, as `run` takes it."""
+    """The words that were typed beside the ID, in the form that `run` takes."""
     words = [word for word in context.meta["words"] if word != "--with-changes"]
     takes = {name for p in context.command.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
     takes -= {"--dry-run"}

@@ -1,4 +1,4 @@
-"""`run --dry-run`: the plan, shown instead of carried out."""
+"""`run --dry-run`: shows the plan and does not run it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def show_plan(
     defaults: Mapping[str, str],
     files: str = "",
 ) -> None:
-    """Prints the command that would run, and what it would run with; `remote` asks the host for what only it knows.
-    `defaults`: those that files gave, each with its place. `files`: words for those that travel, where none do."""
+    """Prints the command that would run, and its settings; with `remote` it asks the host for values that only the host
+    has. `defaults`: defaults from files, each with its place. `files`: the text about files if none are sent."""
     from deployer.connection.command import agent_hash  # a launch loads it while it connects
 
     plan = prepared.plan
@@ -79,7 +79,7 @@ def show_plan(
 
 
 def _lines_of(prepared: Prepared, whom: Notify, defaults: Mapping[str, str]) -> Iterator[str]:
-    """What a launch has beside its command, where it has any of it."""
+    """Lines about the settings of a launch besides its command, for those that are set."""
     plan = prepared.plan
     for where in dict.fromkeys(defaults.values()):
         yield f"defaults {', '.join(name for name, place in defaults.items() if place == where)} from {where}"
@@ -106,7 +106,7 @@ def _lines_of(prepared: Prepared, whom: Notify, defaults: Mapping[str, str]) -> 
 
 
 class _Way(NamedTuple):
-    """How a group's command would be run."""
+    """The command, folder and values with which a group would run."""
 
     slots: dict[str, str]
     command: str
@@ -143,7 +143,7 @@ def _as_json(prepared: Prepared, host: Host, ways: list[_Way]) -> dict[str, Any]
 
 
 def files_line(prepared: Prepared) -> str:
-    """How many files travel, and by which rules others stay."""
+    """How many files are sent, and the rules that leave out others."""
     code = prepared.code
     line = f"{terminal.counted(len(code.entries), 'file')}, {terminal.size(code.total_bytes)}"
     ignored = code.ignored
@@ -158,7 +158,7 @@ def files_line(prepared: Prepared) -> str:
 
 
 def named_line(prepared: Prepared) -> str:
-    """What git ignores and travels all the same; empty for nothing."""
+    """A line about the files that are sent although git ignores them; empty if there are none."""
     if not prepared.named:
         return ""
     first = [f"{path} ({terminal.size(number)})" for path, number in prepared.named[:MOST_NAMED]]

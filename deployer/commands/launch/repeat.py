@@ -1,4 +1,4 @@
-"""`repeat`: the same launch again, as a new job: from the files that its host has, or from this folder as it is now."""
+"""`repeat`: the same launch as a new job, with the files on its host or with this folder in its current state."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def repeat(
     give_up_s: float,
     **ways: Any,
 ) -> int:
-    """Launches a job again from the files that it had. `record`: this client's, if it has one; `words`: what the
-    command line says beside the id; `ways`: how the new one is followed, for `follow_through`."""
+    """Launches a job again with the files that it had. `record`: this client's record of it, if there is one; `words`:
+    the words beside the ID on the command line; `ways`: arguments of `follow_through` for the new job."""
     whom = read_notify(notify)
     check_followed(whom, detach=ways["detach"])
     original = _original(host, job_id)
@@ -116,7 +116,7 @@ def _record(plan: Plan, host: Host, former: JobRecord | None, words: Sequence[st
 
 
 def joined(former: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
-    """The words of a launch with more behind them: of an option that counts once the last one counts."""
+    """The words of a launch with further words after its options. Of an option that takes one value the last counts."""
     own, program = split_program(former)
     return (*own, *words, *program)
 
@@ -125,7 +125,8 @@ def joined(former: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
 
 
 def words_anew(record: JobRecord, words: Sequence[str], *, elsewhere: bool) -> Anew:
-    """What `run` is given to launch it again from the current folder. UsageError where that cannot be right."""
+    """The words for `run` that launch the job again from the current folder. Raises UsageError if that cannot be
+    right."""
     if not record.words:
         raise UsageError(
             f"the words by which {record.job_id} was launched are not known here",
@@ -150,7 +151,7 @@ def words_anew(record: JobRecord, words: Sequence[str], *, elsewhere: bool) -> A
 
 
 def _without_once(former: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
-    """Without what was of that one launch alone; says so, unless the words give it anew."""
+    """The former words without the options of that one launch only; shows a note, unless the new words set them."""
     kept = tuple(former)
     for (option, key), note in _ONCE.items():
         left = without_option(kept, option, key)

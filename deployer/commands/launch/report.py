@@ -1,4 +1,4 @@
-"""What a launch that was followed came to, for a script: one JSON at its end."""
+"""The result of a followed launch for a script: one JSON at the end."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from deployer.exit_codes import RUNS_ON
 from deployer.jobs.registry import JobRecord
 
 DETACHED = "detached"
-"""Why Ctrl-C leaves a job: its line stands below the ^C."""
+"""The reason after Ctrl-C; its message begins on a new line, below the ^C."""
 
 
 @dataclass
 class Report:
-    """Filled while the launch goes on; `say` is its end."""
+    """Filled during the launch; `say` prints it at the end."""
 
     host: Host
     record: JobRecord
     screen: Screen
     as_json: bool = False
-    """A script reads it; otherwise it is said nowhere."""
+    """Whether to print it; otherwise it is not shown."""
     final: Status | None = None
-    """How the job ended; None where this client stayed not so long."""
+    """The job's final status; None if this client left before the end."""
     results: str | None = None
-    """The folder with the results, as far as they came."""
+    """The folder with the results that were pulled."""
     not_home: list[dict[str, Any]] = field(default_factory=list)
     left: str = ""
     """Why this client left the job."""
 
     def say(self, exit_code: int) -> int:
-        """The end of the command; returns its exit code."""
+        """Prints the report if a script reads it; returns the exit code unchanged."""
         if self.as_json:
             terminal.say_json(self.told(exit_code))
         return exit_code
 
     def leave(self, why: str, exit_code: int = RUNS_ON) -> int:
-        """The end of a command that does not see the job's; returns its exit code."""
+        """Ends a command that leaves the job before its end; returns the exit code unchanged."""
         if exit_code == RUNS_ON and self.screen.acknowledged:
             self.screen.left_behind(*(("", why) if why == DETACHED else (why,)))
         self.left = why
-        with suppress(OSError):  # an output that takes no more may be why it is left
+        with suppress(OSError):  # the reason to leave may be that stdout cannot be written
             self.say(exit_code)
         return exit_code
 
     def told(self, exit_code: int) -> dict[str, Any]:
-        """Every key is always there."""
+        """The report as a mapping; every key is always present."""
         final, job_id = self.final, self.record.job_id
         begun = PREPARING if self.screen.acknowledged and not self.screen.stopping else None
         return {

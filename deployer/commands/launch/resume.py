@@ -31,9 +31,9 @@ def resume(
     give_up_s: float,
     **ways: Any,
 ) -> int:
-    """Starts the next attempt of a job that has ended, and follows it as `run` does; its exit code is ours.
+    """Starts the next attempt of a job that has ended, and follows it as `run` does. Returns the exit code.
 
-    `changes`: fields of Options that the command line gives. `ways`: how it is followed, for `follow_through`.
+    `changes`: fields of Options from the command line. `ways`: arguments of `follow_through`.
     """
     whom = read_notify(notify)
     check_followed(whom, detach=ways["detach"])
@@ -54,8 +54,8 @@ def resume(
 def next_of(
     job: Resumable, options: Options, host: Host, *, urls: Sequence[str], tell: Callable[[str], None]
 ) -> tuple[Plan, dict[str, Any], JobRecord]:
-    """The plan of the next attempt, what travels beside it, and what this client notes of the job then. `tell` hears
-    what has no effect, and what is not as it was."""
+    """The plan of the next attempt, its payload, and this client's new record of the job. `tell`: called with notes
+    about settings that have no effect, and about differences from the last attempt."""
     record, options = record_of(job, host), with_whole_ids(options, host)
     env_file = env_file_of(named_env_file(options) or record.env_file or None)
     plan, payload = plan_next(job, options, known=record.secrets, env_file=env_file, tell=tell)
@@ -66,7 +66,7 @@ def next_of(
 
 
 def with_whole_ids(options: Options, host: Host) -> Options:
-    """With whole ids of the jobs that it is to start after, as far as this client knows them."""
+    """The options with complete IDs in --after, as far as this client knows them."""
     waits = options.keys.get("target.after")
     if not waits:
         return options
@@ -76,20 +76,20 @@ def with_whole_ids(options: Options, host: Host) -> Options:
 
 
 def told_no_more(plan: Plan, urls: Sequence[str]) -> str:
-    """A note on the URLs that heard of this job and will not again; empty where there is nothing to note."""
+    """A note about URLs that got events of this job and will get no more; empty if there are none."""
     if urls or not plan.policy.notify:
         return ""
     return f"{', '.join(plan.policy.notify)} is told no more: a URL is kept nowhere; --notify names it anew"
 
 
 def named_env_file(options: Options) -> str:
-    """The one that the command line names; empty where it names none."""
+    """The env file that the command line names; empty if it names none."""
     given = [text.partition("=")[2] for text in options.overrides if key_of(text) == "target.env_file"]
     return str(options.keys.get("target.env_file") or (given[-1] if given else ""))
 
 
 def record_of(job: Resumable, host: Host) -> JobRecord:
-    """This client's record of the job; a new one for a job that was launched from elsewhere."""
+    """This client's record of the job; a new one for a job that was launched from another machine."""
     kept = [r for r in read_records() if (r.job_id, r.ssh, r.root) == (job.job_id, host.ssh, host.root)]
     if kept:
         return kept[0]

@@ -1,4 +1,4 @@
-"""`deploy.py CONFIG` and `deploy.py run -- PROGRAM`: prepare, show or launch, follow, bring the results home."""
+"""`deploy.py CONFIG` and `deploy.py run -- PROGRAM`: prepare, show or launch, follow, pull the results."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def run(
     like: Anew | None = None,
     **options: Any,
 ) -> int:
-    """Carries out one launch and returns the exit code of the command. `enter`: see `entrance`; `kind`: what the file
-    is, where the command line says so; `verb` and `words`: as they were typed; `like`: the launch that it repeats."""
+    """Performs one launch and returns the exit code of the command. `enter`: see `entrance`; `kind`: the kind of file
+    from --as; `verb` and `words`: the command and its words as typed; `like`: the launch that it repeats."""
     whom = read_notify(notify)
     check_followed(whom, detach=detach)
     chosen = choose(config, overrides, program, kind, options)
@@ -111,7 +111,7 @@ def run(
 
 
 def with_after(spec: LaunchSpec, host: Host) -> LaunchSpec:
-    """With whole ids of the jobs that it is to start after, as far as this client knows them."""
+    """The launch with complete IDs in --after, as far as this client knows them."""
     target = spec.config.target
     if not target.after:
         return spec
@@ -122,7 +122,7 @@ def with_after(spec: LaunchSpec, host: Host) -> LaunchSpec:
 
 
 def check_platform(host: Host) -> None:
-    """UsageError for a job on this machine where it cannot run any."""
+    """Raises UsageError if the job is for this machine and it is not Linux."""
     if host.ssh is None and platform.system() != "Linux":
         raise UsageError(
             f"jobs on this machine need Linux, this is {platform.system()}",
@@ -131,7 +131,7 @@ def check_platform(host: Host) -> None:
 
 
 def _ask(question: Question | None, *, yes: bool, as_json: bool) -> None:
-    """Has a person confirm what is surprising. UsageError where nobody can answer; a no ends the program."""
+    """Asks a person to confirm. Raises UsageError if no person can answer; a no ends the program."""
     if question is None or yes:
         return
     if not terminal.has_person(as_json=as_json):
@@ -153,7 +153,7 @@ def _warn(prepared: Prepared) -> None:
 
 
 def record_of(prepared: Prepared, host: Host, project: Path) -> JobRecord:
-    """What this client notes of the job once it has started."""
+    """The record of the job that this client writes when the job has started."""
     plan = prepared.plan
     results = project / "results" / plan.job_id
     place = (host.ssh, host.root, str(results))
@@ -162,7 +162,7 @@ def record_of(prepared: Prepared, host: Host, project: Path) -> JobRecord:
 
 
 def with_secrets(record: JobRecord, plan: Plan, env_file: EnvFile | None) -> JobRecord:
-    """With what of the job's secrets a resume may pass on again, and where it finds the others."""
+    """The record with the names of secrets that a resume passes on again, and with the env file that has the others."""
     of_file = env_file.variables if env_file is not None else {}
     names = tuple(name for name in plan.secret_names if name not in of_file)
     return record._replace(secrets=names, env_file=env_file.kept_path if env_file is not None else "")
@@ -212,7 +212,7 @@ def hidden_paths(prepared: Prepared, project: Path) -> list[str]:
 
 
 def keep_left_out(prepared: Prepared, project: Path) -> None:
-    """For the end of the job, which may miss it."""
+    """Notes the files that were not sent, because a job that fails may have needed one."""
     from deployer.jobs.left_out import left_out, note_left_out
 
     note_left_out(prepared.plan.job_id, left_out(project, prepared.code.ignored.paths))
@@ -230,10 +230,10 @@ def follow_through(
     pulls: bool,
     commands: tuple[str, ...] = (),
 ) -> int:
-    """Starts a job or its next attempt, follows it, brings the results home; the exit code of the command.
+    """Starts a job or its next attempt, follows it and pulls the results. Returns the exit code of the command.
 
-    `start` returns the final status, None once the host has acknowledged the job when it gets no view. `commands` are
-    told how it goes.
+    `start` returns the final status; without a view it returns None when the host has accepted the job. `commands`:
+    the --notify commands to run at events.
     """
     report = Report(host, record, Screen(record), as_json=as_json)
     screen, job_id = report.screen, record.job_id
@@ -254,7 +254,7 @@ def follow_through(
             return report.leave(DETACHED)
         except LostConnection as error:
             if not screen.acknowledged:
-                screen.remember()  # it may have been started: `ps` must know which host to ask
+                screen.remember()  # it may have been started: `ps` needs to know its host
                 error.of_job(job_id)
                 raise
             return report.leave(f"gave up following: {error.message}")
@@ -262,7 +262,7 @@ def follow_through(
             if not is_unread(error):
                 if not screen.acknowledged or screen.stopping:
                     raise
-                terminal.drop_unwritten()  # such as the log, where the disk is full
+                terminal.drop_unwritten()  # such as the log if the disk is full
                 return report.leave(f"gave up following: {error.strerror or error}")
             _leave_unread(screen)
             raise BrokenPipeError from error
@@ -282,7 +282,7 @@ def _leave_unread(screen: Screen) -> None:
 
 
 def check_followed(whom: Notify, *, detach: bool) -> None:
-    """UsageError for a command that nobody would run."""
+    """Raises UsageError for a --notify command together with --detach: no client would run it."""
     if whom.commands and detach:
         raise UsageError(
             "--notify with a command goes without --detach: it runs on the client that follows",
@@ -299,7 +299,7 @@ def _notices(commands: tuple[str, ...], record: JobRecord, host: Host) -> Notice
 
 
 def _end(report: Report, final: Status, *, pulls: bool, limit: int | None, was_shown: bool) -> int:
-    """Brings the results of a job that has ended home and says how it ended; the exit code."""
+    """Pulls the results of a job that has ended and shows how it ended. Returns the exit code."""
     host, record, lacks = report.host, report.record, ""
     if pulls:
         try:
@@ -307,7 +307,7 @@ def _end(report: Report, final: Status, *, pulls: bool, limit: int | None, was_s
         except KeyboardInterrupt:
             terminal.notice(shown(""))
             lacks = _not_home(report, "the results, or a part of them", "interrupted")
-    with suppress(KeyboardInterrupt):  # what is told is told; the code stays
+    with suppress(KeyboardInterrupt):  # Ctrl-C only shortens the messages; the exit code stays
         tell_end(host, record.job_id, final, pulled=pulls and not lacks, was_shown=was_shown)
     if lacks:
         terminal.notice(shown(lacks))
@@ -315,8 +315,8 @@ def _end(report: Report, final: Status, *, pulls: bool, limit: int | None, was_s
 
 
 def _bring_home(report: Report, limit: int | None) -> str:
-    """A line on what is not here afterwards; empty when all is."""
-    from deployer.commands.look.pull import bring_home, left_as_json  # after the job: no launch waits for them
+    """Pulls the results. Returns a line about requested results that are missing; empty if none are."""
+    from deployer.commands.look.pull import bring_home, left_as_json  # no launch waits for this import
     from deployer.pull.choice import PullRequest
 
     record = report.record
@@ -324,7 +324,7 @@ def _bring_home(report: Report, limit: int | None) -> str:
         request = PullRequest(max_bytes=limit, list_unpulled=True)
         pulled, lacks = bring_home(report.host, record.job_id, target=Path(record.results), request=request)
     except FerryError as error:
-        # the job has ended all the same: its own exit code is what the command returns
+        # the job has ended anyway: the command returns the job's exit code
         terminal.show_error(error)
         return _not_home(report, "the results", error)
     report.results, report.not_home = record.results, left_as_json(pulled.not_home)
@@ -340,8 +340,8 @@ def _not_home(report: Report, what: str, why: FerryError | str) -> str:
 
 
 def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool, was_shown: bool) -> None:
-    """Says how the job ended; of a failed one also the last words and where to look. `was_shown`: the log of its only
-    rank was on this screen."""
+    """Shows how the job ended; for a failed job also its last log lines and the next commands. `was_shown`: the log of
+    its only rank was on this screen."""
     state, reason = final.state, final.reason
     if state != FAILED:
         stopped = "was stopped" if reason in ("", "stopped on request") else f"was {reason}"
@@ -363,7 +363,7 @@ def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool, was_shown:
 
 
 def _show_last_lines(host: Host, job_id: str, final: Status, *, was_shown: bool) -> None:
-    """Of the log that tells of the failure, unless all of it was just shown."""
+    """Shows the last lines of the log that explains the failure, unless the log was just shown."""
     if final.log == "":
         if final.started_at:
             terminal.notice(shown("the failed process wrote nothing"))
@@ -380,7 +380,7 @@ def _show_last_lines(host: Host, job_id: str, final: Status, *, was_shown: bool)
     try:
         text = last_lines(host, job_id, group, rank=rank, lines=LAST_LINES)
     except FerryError:
-        return  # its log was on the screen; this is only a summary
+        return  # the log was on the screen anyway
     if text:
         kind = "preparation" if name is not None and name.file == PREPARE_LOG else "launcher"
         who = " ".join(["the", *group.words, kind]) if rank is None else group.rank(rank)

@@ -1,4 +1,4 @@
-"""`deploy.py sft` and `pretrain`: the config that `init` would write, made of a few options, shown, and run as one."""
+"""`deploy.py sft` and `pretrain`: make the config that `init` would write from a few options, show it and run it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ ADAPTER = "adapter_config.json"
 
 
 class Made(NamedTuple):
-    """A config that stands in no file."""
+    """A config that is not in a file."""
 
     name: str
-    """What errors call it."""
+    """Its name in errors."""
     text: str
 
 
 def make_config(
     kind: str, *, model: str | None, data: Sequence[str], overrides: Sequence[str], program: str, file: str | None
 ) -> Made:
-    """The config that these options mean. UsageError for what is not there, before anything is asked of a host."""
+    """The config for these options. Raises UsageError if an option or a file is missing, before a host is asked."""
     project = Path.cwd()
     command = "pretrain" if kind == "pretrain" else "sft"
     if stray := next((word for word in overrides if "=" not in word), None):
@@ -49,7 +49,7 @@ def make_config(
 
 
 def show_config(made: Made, *, overrides: Sequence[str], to: str) -> None:
-    """Shows it: on stderr, as comments before a plan on stdout, or there as it is."""
+    """Shows the config. `to`: `stderr`, `comments` (before a plan on stdout) or `plain` (unchanged on stdout)."""
     if to == "plain":
         terminal.say_script(made.text.rstrip("\n"))
         return
@@ -59,7 +59,7 @@ def show_config(made: Made, *, overrides: Sequence[str], to: str) -> None:
 
 
 def write_config(made: Made, file: str, *, overrides: Sequence[str], program: str) -> None:
-    """Keeps it as a file that can be run again; one that is there is left alone unless it says the same."""
+    """Writes the config to a file that can be run again. Raises UsageError if the file exists with other content."""
     path = expanded(file)
     try:
         with path.open("x", encoding="utf-8") as written:
@@ -74,12 +74,12 @@ def write_config(made: Made, file: str, *, overrides: Sequence[str], program: st
 
 
 def _data(source: str, project: Path) -> str:
-    """A file or folder here, in the project's own terms, or the name of a data set."""
+    """The source as the config names it: a file or folder here (see `_in_project`), or the name of a data set."""
     path = project / expanded(source)
     if path.exists():
         return _in_project(source, path, project)
     if source.startswith(("builtin:", "/")) or "://" in source or any(char in source for char in "*?["):
-        return source  # what has an absolute path may be the host's own
+        return source  # an absolute path may be one of the host
     looks_local = source.startswith(LOCAL) or source.endswith(DATA_ENDINGS)
     hint = did_you_mean(path, project)
     if looks_local or (hint and "/" not in source):
@@ -88,7 +88,7 @@ def _data(source: str, project: Path) -> str:
 
 
 def _model(model: str, project: Path, *, lora: bool) -> str:
-    """A model's folder here, or its name."""
+    """The model as the config names it: its folder here, or its name."""
     path = project / expanded(model)
     if not path.exists():
         hint = did_you_mean(path, project)
@@ -113,7 +113,7 @@ def _model(model: str, project: Path, *, lora: bool) -> str:
 
 
 def _in_project(given: str, path: Path, project: Path) -> str:
-    """Makes an absolute path below the project relative, so that it travels."""
+    """Makes an absolute path below the project relative, so that it is sent."""
     if not given.startswith(("/", "~")):
         return given
     return inside_of(path, project) or given

@@ -1,4 +1,4 @@
-"""What a launch is asked for: the command line's words, with what its file and the defaults of files add to them."""
+"""The specification of a launch: the command line together with its config or task file and the defaults."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from deployer.printable import shown
 
 
 def tell_note(note: str) -> None:
-    """Says what a config has without effect."""
+    """Shows a note, for example about a setting without effect."""
     terminal.notice(shown(f"note: {note}"))
 
 
 def choose(
     config: str | None, overrides: tuple[str, ...], program: tuple[str, ...], kind: str | None, options: dict[str, Any]
 ) -> Options:
-    """What is launched: a config, a task file, or a program."""
+    """The options of a launch: of a config, a task file, or a program."""
     if config is None:
         if overrides:
             what = f"{overrides[0]!r} is an override; the config file comes first"
@@ -36,7 +36,7 @@ def choose(
         return Options(command=program, **options)
     if options.get("text") is not None:  # a config that the command itself has made
         return Options(config=config, overrides=overrides, **options)
-    from deployer.commands.launch.task import options_of  # a program does not wait for what reads files
+    from deployer.commands.launch.task import options_of  # not needed for a program
 
     params = click.get_current_context().command.params
     return options_of(config, overrides, program, kind=kind, params=params, options=options)
@@ -45,7 +45,7 @@ def choose(
 def ask_for(
     given: Options, defaults: Defaults, *, tell: Callable[[str], None] = tell_note
 ) -> tuple[LaunchSpec, Options, dict[str, Taken]]:
-    """What the launch is asked for, its options, and which defaults went into them, by name."""
+    """The specification of the launch, its options, and the defaults that they contain, by name."""
     if given.config is None:
         found = defaults.of(given.keys.get("target.ssh", defaults.host))
         keys = keys_of(found)
@@ -67,6 +67,6 @@ WAYS_IN = ("ssh_key", "transport")
 
 
 def places(taken: dict[str, Taken], host: Host) -> dict[str, str]:
-    """Where each default stands that went into the launch; a way in only if the command line names no other."""
+    """The place of each default that the launch uses; ssh_key and transport only if the host uses that value."""
     is_used = {name: name not in WAYS_IN or getattr(host, name) == one.value for name, one in taken.items()}
     return {name: one.where for name, one in taken.items() if is_used[name]}

@@ -1,4 +1,4 @@
-"""`stop`: jobs ended, and what of them remains on their hosts."""
+"""`stop`: stops jobs and reports what remains of them on their hosts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from deployer.jobs.roster import ask_all
 from deployer.printable import shown
 
 HostJob = tuple[Host, str]
-"""A job: its host, its id."""
+"""A job: its host and its ID."""
 
 
 def stop(places: Sequence[HostJob], *, grace_s: float | None, force: bool, as_json: bool) -> int:
-    """Stops jobs; 0 when nothing of them remains, 1 when something does, an error's code when one was not stopped."""
+    """Stops jobs. Returns 0 if nothing of them remains, 1 if something does, an error's code if a stop failed."""
     if force and grace_s is not None:
         raise UsageError("--force gives no time to save, so --grace has no meaning with it", hint="give one of the two")
     within_s = 0.0 if force else DEFAULT_GRACE_S if grace_s is None else grace_s
     told: set[str] = set()
 
     def tell(job_id: str, status: Status) -> None:
-        if job_id not in told:  # a job that has ended tells nothing
+        if job_id not in told:  # tell is not called for a job that has ended
             told.add(job_id)
             how = "at once (--force)" if force else f"up to {within_s:g} s to save (--grace)"
             terminal.notice(shown(f"stopping {job_id}: {how}"))
@@ -55,7 +55,8 @@ def stop(places: Sequence[HostJob], *, grace_s: float | None, force: bool, as_js
 
 
 def _forget(end: End, host: Host, job_id: str) -> End:
-    """Drops this client's notes of a job that has no folder and no process there any more; how the stop went."""
+    """Drops this client's notes of a job that has no folder and no process on the host any more. Returns the result of
+    the stop."""
     if isinstance(end, UnknownJob) and forget(job_id, host.ssh, host.root):
         return StopReport(job_id, Status(LOST, reason="its folder is gone"), LOST, gone=True)
     if isinstance(end, StopReport) and end.gone:
@@ -81,7 +82,7 @@ def _as_json(job_id: str, end: End) -> dict[str, Any]:
 
 
 def _report(end: End) -> int:
-    """Says what was ended and what remains; the exit code for it."""
+    """Shows what was ended and what remains. Returns the exit code."""
     if isinstance(end, FerryError):
         terminal.show_error(end)
         return end.exit_code
@@ -96,7 +97,7 @@ def _report(end: End) -> int:
 
 
 def _why(process: Survivor) -> str:
-    """The reason why a job did not end."""
+    """The reason why a process did not end; empty if unknown."""
     if process.uid is not None:
         return f" (it became another user's, uid {process.uid}: that one or root can end it)"
     return " (the kernel holds it in a call; it ends when that returns)" if process.state == "D" else ""
@@ -123,8 +124,8 @@ def _processes(count: int | None) -> str:
 
 
 def stop_all(hosts: Sequence[Host], *, yes: bool, grace_s: float | None, force: bool, as_json: bool) -> int:
-    """Stops every job of these hosts that has not ended; asks before. As `stop` returns, 125 for a host that could not
-    be asked."""
+    """Stops every job on these hosts that has not ended, after a question. Returns the exit code of `stop`, or the code
+    of a host that could not be asked (usually 125) if it is larger."""
     places: list[HostJob] = []
     unasked = 0
     for host, answer in zip(hosts, ask_all(hosts), strict=True):

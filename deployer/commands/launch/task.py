@@ -1,4 +1,4 @@
-"""A file that `run` is given: a config, or a task file, whose keys become the options and the program of the launch."""
+"""The file of `run`: a config, or a task file, whose keys become the options and the program of the launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.config.rules import rule_errors
 from trainer.schema import Config, with_changes
 
 OF_A_TASK = ("target.", "run.name")
-"""The keys of a config that a task has: those of a program's job."""
+"""The config keys that a task may set: those of a program's job."""
 
 
 def options_of(
@@ -35,7 +35,8 @@ def options_of(
     params: Sequence[click.Parameter],
     options: Mapping[str, Any],
 ) -> Options:
-    """The launch that the command line and its file ask for. `params`: of the command; `options`: as given there."""
+    """The options of a launch from the command line and its file. `params`: the command's parameters; `options`: their
+    values on the command line."""
     try:
         found = expect(read_kind(config, named=kind), config, CONFIG, TASK)
         if found.kind == CONFIG:
@@ -51,7 +52,7 @@ def options_of(
 
 
 class _Launch:
-    """A task file on its way to options."""
+    """Converts a task file to options."""
 
     def __init__(self, path: str, task: TaskFile, params: Sequence[click.Parameter]) -> None:
         self._path, self._task = path, task
@@ -84,7 +85,7 @@ class _Launch:
         return Options(command=command, **{**options, "keys": keys})
 
     def _read(self, row: TaskKey, words: bool | list[str]) -> tuple[click.Option, Any]:
-        """The option of a key, and the value that it takes from the file's words, read as if it had been typed."""
+        """The option for a key, and its value: the words of the file, parsed as if they had been typed."""
         option, place = self._options[row.option], self._task.places.of(row.name)
         if isinstance(words, bool):
             return option, words
@@ -113,7 +114,7 @@ class _Launch:
         return path.resolve().parent.name if path.stem == "torchferry" else path.name.partition(".")[0]
 
     def _check(self, keys: Mapping[str, Any], own: Mapping[str, Any], *, torchrun: bool) -> None:
-        """ConfigError for what breaks a rule, with its line, in the task's own words."""
+        """Raises ConfigError for keys that break a rule, with their line and the key names of a task."""
         task = self._task
         if torchrun and task.program.text:
             hint = "run: train.py --lr 1e-4, or a list of words; setup has room for what comes before"
@@ -127,7 +128,7 @@ class _Launch:
         raise_all(map(_in_words_of_a_task, rule_errors(with_changes(Config(), keys), places=places)))
 
     def _places_of_keys(self) -> dict[str, str]:
-        """Where each key of the config is given by the file, such as target.env.NAME."""
+        """The place in the file that sets each config key, such as target.env.NAME."""
         found: dict[str, str] = {}
         for row in TASK_KEYS:
             option = self._options.get(row.option)
@@ -148,7 +149,7 @@ def _in_words_of_a_task(error: ConfigError) -> ConfigError:
 
 
 def _overridden(overrides: Sequence[str]) -> dict[str, Any]:
-    """What `target.a=c` overrides say, by dotted key. ConfigError for a mistake, and for a key of the trainer."""
+    """The values of `target.a=c` overrides, by dotted key. Raises ConfigError for a mistake, or a trainer key."""
     if strange := next((key_of(text) for text in overrides if not key_of(text).startswith(OF_A_TASK)), None):
         if strange in BY_NAME:
             hint = f"{BY_NAME[strange].option} says it on the command line"

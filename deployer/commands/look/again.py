@@ -1,4 +1,4 @@
-"""The commands that start a run's like once more, to be typed."""
+"""The commands, to be typed, that start a run again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from deployer.connection.host import Host
 from deployer.report.facts import Facts
 
 TOLD_APART = ("target.env", "target.secrets", "target.ssh", "target.root")
-"""Keys that are no settings of a program's: their values are of the place, or are not told."""
+"""Keys that `_options` leaves out: `_words` writes the host and the names of variables, and values are not shown."""
 
 _COMMIT = re.compile(r"[0-9a-f]{7,64}", re.ASCII)
 
 
 def lines_again(facts: Facts, run: Run) -> str:
-    """Empty where nothing tells what was run."""
+    """The lines to type; empty if it is not known what was run."""
     if facts.plan is not None:
         home = run.record.results if run.record is not None else f"results/{run.name}"
         words = _words(facts.plan, Path(home), run.host)
@@ -36,7 +36,7 @@ def lines_again(facts: Facts, run: Run) -> str:
 
 
 def _checkout(facts: Facts, home: Path) -> list[str]:
-    if facts.git is None or not _COMMIT.fullmatch(facts.git.commit):  # a host's word, in what people paste
+    if facts.git is None or not _COMMIT.fullmatch(facts.git.commit):  # a text from a host, in lines that people paste
         return []
     changes = [shlex.join(["git", "apply", str(home / "git.patch")])] if facts.git.dirty else []
     return [shlex.join(["git", "checkout", facts.git.commit]), *changes]
@@ -55,7 +55,7 @@ def _words(plan: Plan, home: Path, host: Host | None) -> list[str]:
 
 
 def _options(overrides: Sequence[str]) -> list[str]:
-    """The options that say what the settings of a plan say, `KEY=JSON`; what no option says is left out."""
+    """The options for a plan's settings (`KEY=JSON`); settings without an option are left out."""
     rows = {row.key: row for row in (*JOB, *LIMITS)}
     words: list[str] = []
     for override in overrides:
@@ -76,7 +76,7 @@ def _options(overrides: Sequence[str]) -> list[str]:
 
 
 def _word(key: str, value: object) -> str:
-    """A value as its option takes it."""
+    """A value in the form that its option takes."""
     if isinstance(value, list):
         return ",".join(map(str, value))
     unit = "s" if key.endswith("_s") else "GB" if key.endswith("_gb") else ""

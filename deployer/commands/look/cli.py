@@ -1,4 +1,4 @@
-"""The commands that look at jobs and pull their files."""
+"""The commands that show jobs and copy their files."""
 
 from __future__ import annotations
 

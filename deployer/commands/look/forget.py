@@ -1,4 +1,4 @@
-"""`forget`: drops what this client has noted of jobs, or of a host. No host is asked, and nothing there changes."""
+"""`forget`: deletes this client's notes about jobs or a host. No host is asked, and nothing there changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = "this machine"
 
 
 class _Known(NamedTuple):
-    """A job of which there is a note, or a record."""
+    """A job for which there is a note or a record."""
 
     job_id: str
     ssh: str | None

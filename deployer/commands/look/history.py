@@ -1,4 +1,4 @@
-"""`history`: what this client has launched, newest first. No host is asked."""
+"""`history`: the jobs that this client has launched, newest first. No host is asked."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def history(*, last: int, as_json: bool) -> None:
 
 
 def _rows_of(records: Sequence[JobRecord]) -> dict[str, SeenJob]:
-    """What their hosts said last of each."""
+    """The last state that each job's host reported."""
     places = dict.fromkeys((record.ssh, record.root) for record in records)
     return {row.job.id: row for place in places for row in recall_rows(*place) if row.seen_at is not None}
 
 
 def command_of(record: JobRecord) -> str:
-    """The command line as it was typed, but for values of variables."""
+    """The command line as it was typed, without values of variables; empty if it was not stored."""
     return shlex.join([record.verb, *record.words]) if record.words else ""
 
 
@@ -52,7 +52,7 @@ def _cells(record: JobRecord, row: SeenJob | None) -> tuple[Shown, ...]:
 
 
 def _local_time(created: str) -> str:
-    """The moment for the eye, by this machine's clock."""
+    """The time for people, in this machine's time zone."""
     try:
         moment = datetime.strptime(created, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`logs`: a job's log, or a part of it, shown and followed."""
+"""`logs`: shows and follows a job's log, or a part of it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from deployer.printable import shown
 
 @dataclass(frozen=True)
 class LogsRequest:
-    """Which part of a job's log, and how."""
+    """The part of a job's log to show, and in which form."""
 
     follow: bool | None
     tail: int | None
     since: dict[str, float] | None
-    """`ago_s` or `unix_s`, both by the host's clock."""
+    """`ago_s` or `unix_s`; the host compares both with its own clock."""
     grep: str | None
     role: str | None
     node: int | None
@@ -43,13 +43,13 @@ class LogsRequest:
 
 
 def logs(host: Host, job_id: str, wanted: LogsRequest, *, give_up_s: float) -> int:
-    """Shows a log; follows it while the job runs unless told otherwise. Returns the exit code."""
+    """Shows a log, and by default follows it while the job runs. Returns the exit code."""
     _check_words(wanted)
     found = read_status(host, job_id)
     job_id, ended = found.job_id, found.status.state in FINAL
     groups = found.processes
     chosen = _choose(groups, wanted, job_id)
-    has_one = len(groups) == 1 and len(groups[0].ranks) == 1  # of several more may begin
+    has_one = len(groups) == 1 and len(groups[0].ranks) == 1  # if there are several, more may start
     bare = len(chosen) == 1 and (has_one or wanted.rank is not None)
     live = wanted.follow if wanted.follow is not None else not ended
     if wanted.as_json:
@@ -77,7 +77,7 @@ def logs(host: Host, job_id: str, wanted: LogsRequest, *, give_up_s: float) -> i
     except OSError as error:
         if ended or is_unread(error):
             raise
-        terminal.drop_unwritten()  # such as the log, where the disk is full
+        terminal.drop_unwritten()  # such as the log if the disk is full
         screen.left_behind(f"gave up following: {error.strerror or error}")
         return RUNS_ON
     narrowed = wanted.grep is not None or wanted.tail is not None or wanted.since is not None
@@ -91,7 +91,7 @@ def logs(host: Host, job_id: str, wanted: LogsRequest, *, give_up_s: float) -> i
 
 
 def _end(wanted: LogsRequest, job_id: str, state: State | None, code: int | None, exit_code: int) -> int:
-    """The last line for a script; returns the exit code."""
+    """Prints the last line for a script; returns the exit code unchanged."""
     if wanted.as_json:
         end = {"id": job_id, "state": state, "code": code, "exit_code": exit_code}
         terminal.say_json({"end": end}, indent=None)
@@ -99,7 +99,7 @@ def _end(wanted: LogsRequest, job_id: str, state: State | None, code: int | None
 
 
 def _check_words(wanted: LogsRequest) -> None:
-    """UsageError for options that do not go together, or a pattern that is none."""
+    """Raises UsageError for options that exclude each other, or an invalid pattern."""
     if wanted.raw and wanted.as_json:
         raise UsageError("--raw gives bytes as they are, --json says whose they are", hint="give one of the two")
     if wanted.launcher and (wanted.rank is not None or wanted.raw):
@@ -111,7 +111,8 @@ def _check_words(wanted: LogsRequest) -> None:
 
 
 def _choose(groups: Sequence[Processes], wanted: LogsRequest, job_id: str) -> list[Processes]:
-    """Those whose log is wanted, each with the ranks that are. UsageError for what this job has not got."""
+    """The groups whose log is requested, each with the requested ranks. Raises UsageError if the job does not have
+    one."""
     roles = sorted({group.role for group in groups})
     if wanted.role is not None and wanted.role not in roles:
         named = ", ".join(filter(None, roles))
@@ -127,7 +128,7 @@ def _choose(groups: Sequence[Processes], wanted: LogsRequest, job_id: str) -> li
     chosen = [group for group in chosen if wanted.node in (None, group.node)]
     ranks = {rank for group in chosen for rank in group.ranks}
     if wanted.attempt is not None and wanted.rank is not None and len(chosen) == 1:
-        return [chosen[0]._replace(ranks=(wanted.rank,))]  # that attempt may have had more of them than the last one
+        return [chosen[0]._replace(ranks=(wanted.rank,))]  # that attempt may have had more ranks than the last one
     if wanted.rank is not None and wanted.rank not in ranks:
         raise UsageError(f"{who} has no rank {wanted.rank}" + (f", only {_spans(ranks)}" if ranks else " yet"))
     if wanted.rank is not None:

@@ -1,4 +1,4 @@
-"""`plot`: the metrics of runs as curves, in the terminal, as a PNG or as an HTML file."""
+"""`plot`: draws the metrics of runs as curves, in the terminal, as a PNG file or as an HTML file."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class PlotRequest:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A run whose metrics are here."""
+    """A run with its metrics."""
 
     run: Run
     metrics: Metrics
 
 
 Charts = dict[str, dict[str, Points]]
-"""By the chart's title, the curves by name."""
+"""Charts by title; each has curves by name."""
 
 
 def plot(words: Sequence[str], find_host: FindHost, wanted: PlotRequest) -> int:
-    """The exit code: that of the first run that could not be drawn, beside those that were."""
+    """Draws the runs. Returns 0, or the exit code of the first run that could not be drawn."""
     with tempfile.TemporaryDirectory(prefix="torchferry-plot-") as folder:
         drawn, failure = _read_all(words, find_host, Path(folder))
     if not drawn:
@@ -85,8 +85,8 @@ def plot(words: Sequence[str], find_host: FindHost, wanted: PlotRequest) -> int:
 
 
 def _read_all(words: Sequence[str], find_host: FindHost, folder: Path) -> tuple[list[Drawn], FerryError | None]:
-    """Every run that has metrics, without words the newest job; the first reason why one is not among them. All hosts
-    are dialled at once."""
+    """Every run that has metrics (without words: the newest job), and the error of the first run that is missing. Runs
+    on the same host share one Host."""
     asked: list[str | None] = [*dict.fromkeys(words)]
     found = [(word or "", locate(word, find_host)) for word in asked or [None]]
     hosts: dict[tuple[str | None, str], Host] = {}
@@ -133,7 +133,7 @@ def _metrics_of(run: Run) -> Metrics:
 
 
 def _default_keys(drawn: Sequence[Drawn]) -> tuple[str, ...]:
-    """The losses; the first key that there is where nobody writes a loss."""
+    """The losses; if no run has a loss, the first key that exists."""
     there = [key for one in drawn for key in one.metrics.keys]
     return tuple(key for key in DEFAULT_KEYS if key in there) or (there[0],)
 
@@ -146,7 +146,7 @@ def _check_keys(keys: Sequence[str], drawn: Sequence[Drawn]) -> None:
 
 
 def _charts(keys: Sequence[str], drawn: Sequence[Drawn], wanted: PlotRequest) -> tuple[Charts, Scale]:
-    """A chart for each key with a curve for each run; the losses of a single run share one."""
+    """One chart for each key, with one curve for each run; the two losses of a single run share a chart."""
     curves: Charts = {}
     for key in keys:
         for one in drawn:
@@ -182,7 +182,7 @@ def _show(charts: Charts, scale: Scale) -> None:
 
 
 def _summary(keys: Sequence[str], drawn: Sequence[Drawn]) -> list[tuple[str, str, str, str, str, str]]:
-    """A row for each run and key: how many values, the first, the last, the lowest and its step."""
+    """A row for each run and key: the last step, the first, last and lowest value, and the step of the lowest."""
     rows = []
     for one in drawn:
         for key in keys:
@@ -196,7 +196,7 @@ def _summary(keys: Sequence[str], drawn: Sequence[Drawn]) -> list[tuple[str, str
 
 
 def _as_json(drawn: Sequence[Drawn], wanted: PlotRequest) -> dict[str, object]:
-    """All keys, unless some are named."""
+    """The runs as JSON, with all keys unless some are named."""
     runs = []
     for one in drawn:
         series = {key: points_along(one.metrics, key, wanted.along) for key in wanted.keys or one.metrics.keys}

@@ -1,4 +1,4 @@
-"""`ps`: the jobs of all hosts in one table, once or again and again."""
+"""`ps`: the jobs of all hosts in one table, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
 
 
 def without_old(rows: Sequence[SeenJob]) -> list[SeenJob]:
-    """Without all but the last ended ones."""
+    """The rows without ended jobs, except the last SHOWN_ENDED of them."""
     ended = [row for row in rows if row.job.state in FINAL and not row.trouble]
     return [row for row in rows if row not in ended[:-SHOWN_ENDED]]
 
 
 def watch(hosts: Sequence[Host], *, show_all: bool, every_s: float) -> None:
-    """The table of `ps`, drawn anew every `every_s` seconds until it is interrupted. A host that is slow or gone keeps
-    no other one waiting."""
+    """Draws the table of `ps` again every `every_s` seconds until Ctrl-C. A host that is slow or gone does not delay
+    the others."""
     if not sys.stdout.isatty():
         raise UsageError("ps --watch draws on a terminal, and stdout is none", hint="deploy.py ps --json for a script")
     askers = [Asker(host) for host in hosts]

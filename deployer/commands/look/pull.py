@@ -1,4 +1,4 @@
-"""`pull`, and the results that a followed run pulls."""
+"""`pull`, and the pull at the end of a followed run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deployer.pull.rounds import Pulled, pull
 from deployer.pull.target import CannotWrite
 
 MOST_LINES = 8
-"""So many things that are left out are told one by one."""
+"""Lines about single files that are left out; the others are only counted."""
 
 
 def pull_job(
@@ -35,9 +35,9 @@ def pull_job(
     as_json: bool,
     words: str = "",
 ) -> int:
-    """Pulls results, to results/ID unless a target is given; with `every_s` until the job has ended. The exit
-    code. `words`: what a command needs beside the id to find them again."""
-    if target is None:  # the id may be the beginning of one
+    """Pulls results, to results/ID unless a target is given; with `every_s` repeatedly until the job has ended. Returns
+    the exit code. `words`: options that a later pull needs besides the ID."""
+    if target is None:  # the ID may be shortened
         job_id = read_status(host, job_id).job_id
         target = Path("results") / job_id
     again = _again(job_id, request, words)
@@ -53,7 +53,7 @@ def pull_job(
     except CannotWrite as error:
         raise NotHome(error.message, hint=error.hint) from None
     except LostConnection as error:
-        # its own words, for the job need not run any more
+        # with another hint: the job may not run any more
         raise NotHome(error.message, where=error.where, hint=f"what has come is kept; go on with: {again}") from None
     lacks = _tell(pulled, job_id, target, again) if not as_json else _lacks(pulled, again)
     if as_json:
@@ -64,21 +64,21 @@ def pull_job(
 
 
 def bring_home(host: Host, job_id: str, *, target: Path, request: PullRequest) -> tuple[Pulled, str]:
-    """One pull, and words on what came and what stayed; with a last line on what was asked for and is not here, else
-    an empty one."""
+    """Pulls once and shows what was pulled and what was not. Also returns a last line about requested results that are
+    missing; empty if none are."""
     pulled = _pull(host, job_id, target, request)
     return pulled, _tell(pulled, job_id, target, _again(job_id, PullRequest()))
 
 
 def not_home_line(job_id: str, what: str, why: FerryError | str) -> str:
-    """The last line of a command that was to pull something."""
+    """The last line of a command whose pull failed."""
     elsewhere = " --to DIR" if isinstance(why, CannotWrite) else ""
     said = why if isinstance(why, str) else why.message
     return f"not pulled: {what} ({said}); pull them with: {terminal.invoked_as()} pull {job_id}{elsewhere}"
 
 
 def _again(job_id: str, request: PullRequest, words: str = "") -> str:
-    """The command that pulls the same again."""
+    """The command that repeats this pull."""
     checkpoint = {None: "", "all": "--checkpoints"}.get(request.checkpoints, f"--checkpoint {request.checkpoints}")
     paths = " ".join(map(terminal.typed, request.paths))
     return " ".join(filter(None, [terminal.invoked_as(), "pull", job_id, paths, checkpoint, words]))
@@ -90,12 +90,12 @@ def _pull(host: Host, job_id: str, target: Path, request: PullRequest) -> Pulled
 
 
 def _watch(host: Host, job_id: str, target: Path, request: PullRequest, *, every_s: float) -> Pulled:
-    """Pulls until the job has ended, and once more then."""
+    """Pulls until the job has ended, and once more after that."""
     backoff = ReconnectBackoff(terminal.notice)
     pulled: Pulled | None = None
     while True:
         try:
-            ended = read_status(host, job_id).status.state in FINAL  # asked first: what it wrote last must come too
+            ended = read_status(host, job_id).status.state in FINAL  # before the pull, which must get the last output
             pulled = _pull(host, job_id, target, replace(request, list_unpulled=ended and not request.paths))
             if ended:
                 return pulled
@@ -112,7 +112,7 @@ def _watch(host: Host, job_id: str, target: Path, request: PullRequest, *, every
 
 
 def _tell(pulled: Pulled, job_id: str, target: Path, again: str) -> str:
-    """What came, what is left out and what stays; returns the last line on what was not pulled."""
+    """Shows what was pulled, what was left out and what stays on the host; returns the last line on missing results."""
     terminal.notice(
         shown(f"results: {target} ({terminal.counted(pulled.files, 'file')}, {terminal.size(pulled.size_bytes)})")
     )
@@ -130,7 +130,7 @@ def _tell(pulled: Pulled, job_id: str, target: Path, again: str) -> str:
 
 
 def _lacks(pulled: Pulled, again: str) -> str:
-    """A line on what was asked for and is not here, and what brings it; empty when all is here."""
+    """A line about requested results that are missing, with the command that pulls them; empty if none are missing."""
     lacking = pulled.not_home
     if not lacking:
         return ""
@@ -143,7 +143,7 @@ def _lacks(pulled: Pulled, again: str) -> str:
 
 
 def _all_of(pulled: Pulled, again: str) -> str:
-    """The command that brings what a limit left as well."""
+    """The command that also pulls what was beyond the limit."""
     total = sum(left.size_bytes for left in pulled.left_out if left.reason == BEYOND_LIMIT)
     return f"{again} --pull-max {(pulled.size_bytes + total) / 1e9 + 1:.0f}GB"
 

@@ -1,4 +1,4 @@
-"""`push`: files of this machine into a job's folder on its host."""
+"""`push`: copies files of this machine into a job's folder on its host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_LINES = 8
 def push(
     host: Host, job_id: str, files: Sequence[str], *, into: str, force: bool, give_up_s: float, as_json: bool
 ) -> None:
-    """Sends them, again over a new connection where one breaks; what is there already is not sent twice."""
+    """Sends the files; reconnects if the connection breaks. Files that the host already has are not sent again."""
     entries, sources, links = _read(files)
     backoff = ReconnectBackoff(terminal.notice, give_up_after_s=give_up_s)
     with terminal.progress(shown("pushed")) as update:
@@ -50,7 +50,7 @@ def push(
 
 
 def _read(files: Sequence[str]) -> tuple[tuple[Entry, ...], dict[str, str], list[str]]:
-    """Entries as they will lie in the job's folder, where their content is, and the links, which stay here."""
+    """The entries for the job's folder, the local source of their content, and the links, which are not sent."""
     entries: dict[str, Entry] = {}
     sources: dict[str, str] = {}
     links: list[str] = []

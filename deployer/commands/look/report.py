@@ -1,4 +1,4 @@
-"""`report`: all that is known of a run as one HTML file."""
+"""`report`: everything that is known about a run as one HTML file."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ except (OSError, subprocess.TimeoutExpired):
     pass
 print(json.dumps(found))
 """
-"""What the job's interpreter says of itself and its host, without loading any of them."""
+"""A script for the job's interpreter: prints versions and facts about its host, without importing the packages."""
 
 
 class Job(NamedTuple):
-    """A run with its status, as far as somebody knows it."""
+    """A run with its status, if that is known."""
 
     run: Run
     status: Status | None
     path: str = ""
-    """Its folder on its host."""
+    """The job's folder on its host."""
 
 
 def report(word: str | None, find_host: FindHost, *, output: str | None, as_json: bool) -> None:
@@ -101,7 +101,7 @@ def _open(word: str, found: Found, folder: Path) -> Job:
     host, record = found
     job_id = record.job_id if record is not None else word
     view = None
-    with suppress(*NO_ANSWER, UnknownJob):  # open_run asks again, and says why it has no answer
+    with suppress(*NO_ANSWER, UnknownJob):  # open_run asks again and reports the error
         view = read_status(host, job_id)
     run = open_run(view.job_id if view is not None else job_id, (host, record), PATHS, folder, anew=view is not None)
     status = view.status if view is not None else _last_known(run)
@@ -109,7 +109,7 @@ def _open(word: str, found: Found, folder: Path) -> Job:
 
 
 def _last_known(run: Run) -> Status | None:
-    """As it was pulled, or as its host said last."""
+    """The status that was pulled, or that the host reported last."""
     status = home_status(run.folder)
     if status is not None or run.host is None:
         return status
@@ -146,7 +146,7 @@ def _page(job: Job, folder: Path) -> str:
 
 
 def _log(job: Job) -> str:
-    """The end of the log that tells most of a failure."""
+    """The end of the log that explains a failure best."""
     run, status = job.run, job.status
     assert status is not None
     name = LogName.parse(status.log or f"rank_{status.first_failing_rank or 0}.log")
@@ -171,7 +171,7 @@ class _Exit(NamedTuple):
 
 
 def _versions(job: Job) -> tuple[tuple[str, str], ...]:
-    """What the job's interpreter says of itself, where its host can be asked."""
+    """The path of the job's interpreter, and the output of ASK_VERSIONS if the host can be asked."""
     run = job.run
     python = slot_of(job.status, "python") if job.status is not None else ""
     rows = [("Interpreter", python)] if python else []
@@ -179,7 +179,7 @@ def _versions(job: Job) -> tuple[tuple[str, str], ...]:
         return tuple(rows)
     data = b""
     with suppress(FerryError), run.host.connect() as link:
-        call = link.call("exec", argv=[python, "-I", "-c", ASK_VERSIONS])  # no module of the project counts
+        call = link.call("exec", argv=[python, "-I", "-c", ASK_VERSIONS])  # -I: no module of the project is imported
         call.end_data()
         for name, value, part in call.events():
             if name == "data" and value.get("stream") == "stdout":

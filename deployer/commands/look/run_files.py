@@ -1,4 +1,4 @@
-"""Where the files of a run are to be read from: a folder here, what is home of a job, or its host."""
+"""Finds the source of a run's files: a local folder, a job's pulled results, or its host."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ METRICS = "metrics.jsonl"
 NO_ANSWER = (ConnectError, LostConnection, HostError)
 
 FindHost = Callable[[str | None], tuple[Host, JobRecord | None]]
-"""The host of a job by its id, and this client's record of it; without an id of the newest job. UnknownJob."""
+"""Finds a job's host and this client's record of it by its ID; without an ID the newest job. Raises UnknownJob."""
 
 
 Found = tuple[Host, JobRecord | None] | Path
-"""A job's host with the record of it, or a run's folder or metrics file here."""
+"""A job's host with the record of the job, or a run's folder or metrics file on this machine."""
 
 
 @dataclass
 class Run:
-    """A run whose files lie in `folder`."""
+    """A run whose files are in `folder`."""
 
     name: str
-    """The job's id, or the path as it was typed."""
+    """The job's ID, or the path as it was typed."""
     folder: Path
     host: Host | None = None
-    """None for a folder of this machine that is nobody's job."""
+    """None for a local folder that was named by its path."""
     record: JobRecord | None = None
     from_host: bool = False
-    """The files came from its host just now."""
+    """Whether the files were just read from the host."""
     trouble: str = ""
-    """Why they did not, and are what is home."""
+    """Why the host was not read, so that the pulled files are used."""
     lacks: dict[str, str] = field(default_factory=dict)
-    """Files that are there and did not come, with the reason."""
+    """Files that exist on the host and were not read, with the reason."""
 
     def read(self, path: str, most: int) -> bytes | None:
         """The beginning of a file of the run, in its folder or the project's."""
@@ -75,8 +75,8 @@ class Run:
 
 
 def locate(word: str | None, find_host: FindHost) -> Found:
-    """What a word of the command line means: a job, by its id, else a run's folder or metrics file here; no word means
-    the newest job, which has a record."""
+    """Resolves a word of the command line: a job by its ID, else a local folder or metrics file of a run. Without a
+    word it is the newest job, which has a record."""
     if word is None:
         return find_host(None)
     path = Path(word)
@@ -99,10 +99,10 @@ def _checked(path: Path, word: str) -> Path:
 
 
 def open_run(word: str, found: Found, paths: Sequence[str], folder: Path, *, anew: bool = False) -> Run:
-    """The run with these of its files readable: what is home of a job if that is whole, else what its host has, brought
-    into `folder`. Where the host cannot be asked, what is home. The host's error where nothing is.
+    """Makes these files of a run readable: a job's pulled results if they are complete, else the files on its host,
+    copied into `folder`. If the host cannot be asked, the pulled results; raises the host's error if there are none.
 
-    `anew`: the host is asked in any case.
+    `anew`: ask the host in any case.
     """
     if isinstance(found, Path):
         return Run(word, found)
@@ -121,8 +121,8 @@ def open_run(word: str, found: Found, paths: Sequence[str], folder: Path, *, ane
 
 
 def is_whole(home: Path, record: JobRecord) -> bool:
-    """Whether what was pulled of a job is all that there will be: it had ended by then, and has begun no other attempt
-    since, as far as this client knows."""
+    """Whether the pulled results of a job are final: the job had ended before the pull, and has started no new attempt
+    since then, as far as this client knows."""
     status = home_status(home)
     if status is None or status.state not in FINAL:
         return False
@@ -131,14 +131,14 @@ def is_whole(home: Path, record: JobRecord) -> bool:
 
 
 def home_status(folder: Path) -> Status | None:
-    """The job's status as it was pulled."""
+    """The job's status in the pulled results; None if there is none."""
     with suppress(OSError, InvalidData):
         return status_from_json(load_json(read_whole(str(folder / "status.json"), MAX_STATUS + 1)))
     return None
 
 
 def tell_source(run: Run) -> None:
-    """Says where a run's files come from, if that is not what one would expect."""
+    """Shows where a run's files come from if the host could not be read, and which files are missing."""
     if run.trouble and run.host is not None:
         terminal.notice(
             shown(f"{run.host.name} does not tell of it ({run.trouble}): {run.name} is shown as it was pulled")

@@ -1,4 +1,4 @@
-"""`status`: one job as its host judges it, or as it was last seen."""
+"""`status`: the current status of one job on its host, or its last known state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deployer.jobs.roster import unreachable
 from deployer.printable import cells, shown
 
 NULL_AT_FIRST = "job", "attempt", "first_attempt", "max_attempts", "cwd", "reason", "on_host", "damaged", "stalled"
-"""What `status --json` says as null while there is nothing to say."""
+"""Keys that are null in `status --json` while they have no value."""
 
 
 def status(host: Host, job_id: str, *, as_json: bool) -> None:
@@ -53,7 +53,7 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
 
 
 def status_as_json(view: JobView, host: Host) -> dict[str, Any]:
-    """For a script: one level, as status.json is, with what a person is told of a failure."""
+    """The status for a script: one level, like status.json, with the facts about a failure that people see."""
     job_id, final = view.job_id, view.status
     ended = final if final.state in FINAL else None
     return {

@@ -1,4 +1,4 @@
-"""`tensorboard`: a job's event files in a TensorBoard that is up to date, here or on the job's host."""
+"""`tensorboard`: shows a job's current event files in TensorBoard, here or on the job's host."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from deployer.pull.choice import PullRequest
 from deployer.pull.rounds import pull
 
 EVENTS = "tensorboard"
-"""The folder of a job's event files, below its own."""
+"""The folder of event files, below the job's folder."""
 USUAL_PORT = 6006
 START_S = 120.0
-"""Its imports take long on a busy machine."""
+"""Seconds for TensorBoard to start: its imports take long on a busy machine."""
 
-# not `-m`: that would take a tensorboard.py of the folder one is in for it
+# not `-m`, which would run a tensorboard.py in the current folder
 _PROGRAM = "import sys; sys.path[:] = [p for p in sys.path if p]; from tensorboard.main import run_main; run_main()"
 _URL = re.compile(rb"http://[^\s/]*:(\d+)/")
 
@@ -43,7 +43,7 @@ _URL = re.compile(rb"http://[^\s/]*:(\d+)/")
 def tensorboard(
     host: Host, job_id: str, *, target: Path | None, port: int | None, every_s: float, on_host: bool, as_json: bool
 ) -> int:
-    """Serves until it is interrupted, which is its usual end."""
+    """Serves until Ctrl-C, which is the normal end, and returns 0."""
     try:
         with ending_in_order():
             found = read_status(host, job_id)
@@ -75,7 +75,7 @@ def _argv(logdir: str, port: int) -> list[str]:
 
 
 def _choose_port(asked: int | None, job_id: str) -> int:
-    """A free one: what was asked for, else the usual one, else any."""
+    """A free port: the requested one, else the usual one, else any."""
 
     def instead(port: int) -> str:
         return f"deploy.py tensorboard {job_id} --port {port}"
@@ -119,7 +119,7 @@ def _serve_here(host: Host, found: JobView, folder: Path, port: int | None, *, e
 
 
 class _Files:
-    """The event files, here as far as the job has written them."""
+    """The local copy of the event files that the job has written so far."""
 
     def __init__(self, host: Host, found: JobView, folder: Path) -> None:
         self._host = host
@@ -129,12 +129,12 @@ class _Files:
         self._backoff = ReconnectBackoff(terminal.notice)
         self._begun = self._told = False
         self.complete = False
-        """The job has ended, and all of them are here."""
+        """Whether the job has ended and all files are here."""
 
     def refresh(self) -> None:
-        """Brings what is new. UsageError once there will never be any."""
+        """Pulls new files. Raises UsageError if the job has ended without event files."""
         try:
-            if self._begun:  # asked first: what it wrote last must come too
+            if self._begun:  # read before the pull, so that the last output is pulled too
                 self._state = read_status(self._host, self._id).status.state
             ended = self._state in FINAL
             if self._host.ssh is not None:
@@ -167,7 +167,7 @@ class _Files:
 
 
 class _Server:
-    """A TensorBoard on this machine, in its own session, with whatever it starts."""
+    """A TensorBoard on this machine, in a separate session together with its child processes."""
 
     def __init__(self, logdir: str, port: int) -> None:
         self._said: deque[bytes] = deque(maxlen=12)
@@ -191,14 +191,14 @@ class _Server:
 
     def await_ready(self) -> None:
         deadline = time.monotonic() + START_S
-        while not self._ready.wait(0.2):  # Ctrl-C comes through
+        while not self._ready.wait(0.2):  # a short wait, so that Ctrl-C works
             self.check()
             if time.monotonic() > deadline:
                 raise FerryError(f"TensorBoard has not begun to serve within {START_S:g} s")
         self.check()
 
     def check(self) -> None:
-        """FerryError, with its last words, once it has ended."""
+        """Raises FerryError with its last output if it has ended."""
         if self._process.poll() is not None:
             raise FerryError(f"TensorBoard has ended with {self._process.returncode}", where=_words(self._said))
 
@@ -228,7 +228,7 @@ def _serve_from_host(host: Host, found: JobView, port: int | None, *, as_json: b
             link.close()
             raise
 
-        def again(new: Link) -> int:  # the former one has ended with its connection
+        def again(new: Link) -> int:  # the previous TensorBoard ended with its connection
             return _start_there(new, found, logdir, local_lacks_it=local_lacks_it)
 
         through = Tunnel(host, link, listener, remote, tell=terminal.notice, again=again)
@@ -240,7 +240,7 @@ def _serve_from_host(host: Host, found: JobView, port: int | None, *, as_json: b
 
 
 def _start_there(link: Link, found: JobView, logdir: str, *, local_lacks_it: bool) -> int:
-    """Starts one on the host with the job's interpreter, and returns its port. It ends with the conversation."""
+    """Starts TensorBoard on the host with the job's interpreter, and returns its port. It ends with the connection."""
     script = 'find "$0/" -name "*tfevents*" 2>/dev/null | grep -q .'
     if link.call("exec", argv=["sh", "-c", script, logdir], job=found.job_id).result().get("exit"):
         if found.status.state in FINAL:
@@ -267,7 +267,7 @@ def _start_there(link: Link, found: JobView, logdir: str, *, local_lacks_it: boo
 
 
 def _drain(events: Iterator[object]) -> None:
-    """What it says from now on is read by nobody, and must not fill the way."""
+    """Reads and drops all later output, so that it does not block the connection."""
     with suppress(FerryError):
         for _ in events:
             pass

@@ -1,4 +1,4 @@
-"""One job, looked at again and again in the background: what is known of it by now, and how old that is."""
+"""Polls one job in the background: its latest known values, and their age."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from deployer.errors import FerryError
 
 EVERY_S, EVERY_ENDED_S = 2.0, 10.0
 KEPT_RECORDS = 4000
-"""Of one that is shown for days the metrics are asked for anew, thinned, when there are more."""
+"""If more metrics records than this have collected, which takes days, all are requested again, thinned by the host."""
 MOST_LOG = 20_000
-"""Characters, whatever a host sends."""
+"""Characters of the log to keep, even if a host sends more."""
 
 
 class Glancer:
-    """A job as its host shows it. `job_id` may be the beginning of an id until the host has said it."""
+    """A job as its host reports it. `job_id` may be the beginning of an ID until the host has answered."""
 
     def __init__(self, host: Host, job_id: str) -> None:
         self.host = host
@@ -36,11 +36,11 @@ class Glancer:
         self.log = ""
         self.latest: str | None = None
         self.trouble = ""
-        """Why the host says nothing now."""
+        """The error, if the host does not answer now."""
         self.heard_at: float | None = None
-        """By the monotonic clock."""
+        """Time of the last answer on the monotonic clock."""
         self.news = 0
-        """Grows with each answer, and with each failure."""
+        """Counts answers and failures."""
         self._known = GlanceRequest(job_id)
         self._link: Link | None = None
         self._thread: threading.Thread | None = None
@@ -49,18 +49,18 @@ class Glancer:
 
     @property
     def silent_s(self) -> float:
-        """Since the host was heard."""
+        """Seconds since the host's last answer."""
         return 0.0 if self.heard_at is None else time.monotonic() - self.heard_at
 
     def keep_looking(self) -> None:
-        """Looks again, in the background, when it is time to."""
+        """Polls again in the background if it is time to. Call it often."""
         busy = self._thread is not None and self._thread.is_alive()
         if not busy and time.monotonic() >= self._due_at:
             self._thread = threading.Thread(target=self._look, name=f"top {self.job_id}", daemon=True)
             self._thread.start()
 
     def look(self, *, whole: bool = False) -> None:
-        """Once, now. FerryError when the host does not tell."""
+        """Polls once, now. Raises FerryError if the host does not answer."""
         request = {"op": "glance", **to_json(self._known._replace(whole=whole), sparse=True)}
         if self._link is None or self._link.lost:
             self._link = self.host.connect(request=request)
@@ -68,7 +68,7 @@ class Glancer:
         else:
             call = self._link.call(**request)
         found = call.result("glance", Glance)
-        if not JOB_ID.match(found.row.id):  # it stands in commands that people copy
+        if not JOB_ID.match(found.row.id):  # it is part of commands that people copy
             raise call.link.not_understood(InvalidData(f"is {found.row.id[:60]!r}", place="glance.row.id"))
         self._take(found)
 
@@ -102,8 +102,8 @@ class Glancer:
         self.heard_at = time.monotonic()
 
     def _add(self, new: NewMetrics) -> None:
-        """The screen reads the metrics while this thread makes the next ones. Where there are too many, the host was
-        asked for others, whatever it says."""
+        """Adds records to a copy, because the screen reads the metrics at the same time. With KEPT_RECORDS or more, the
+        host was asked for all metrics again, so the old ones are dropped, whatever `new.anew` is."""
         metrics = Metrics()
         if not new.anew and self.metrics.records < KEPT_RECORDS:
             metrics.records = self.metrics.records

@@ -1,5 +1,5 @@
-"""What `top` shows, as lines for a terminal of a given size: the job, its host's GPUs, curves, the end of the log, and
-the keys. Pure: it is given what is known.
+"""The screen of `top` as lines for a terminal of a given size: the job, its host's GPUs, curves, the end of the log and
+the keys. Pure: all values are arguments.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CURVES = (("loss", "loss"), ("tokens/s", "tokens_per_s_per_gpu"), ("tokens/s", "
 BAR = 10
 LEAST_LOG = 3
 BESIDE_WIDTH = 80
-"""Two curves stand beside each other on a terminal of so many columns."""
+"""Columns of a terminal from which two curves stand beside each other."""
 
 
 class View(NamedTuple):
-    """What is known of the job that is shown."""
+    """The known values of the job on the screen."""
 
     job_id: str
     where: str
@@ -39,15 +39,15 @@ class View(NamedTuple):
     trouble: str = ""
     silent_s: float = 0.0
     number: int = 1
-    """Which of how many jobs it is."""
+    """The position of the job among `jobs`, from 1."""
     jobs: int = 1
     word: str = ""
-    """In the place of the keys: a question, or what became of one."""
+    """Shown instead of the keys: a question, or the progress or result of a command."""
     is_question: bool = False
 
 
 def lines_of(view: View, width: int, height: int) -> list[Line]:
-    """At most `height` lines, of which the last one has the keys."""
+    """`height` lines, of which the last one has the keys."""
     top = [*_head(view, width), *_gpus(view, width, most=max(1, (height - 4) // 3))]
     foot = _foot(view, width)
     left = height - len(top) - 1
@@ -90,7 +90,7 @@ def _gpus(view: View, width: int, *, most: int) -> list[Line]:
     if not view.gpus:
         return [(Part(shown(f"GPUs: {view.no_gpus}"), "dim"),)] if view.no_gpus else []
     own = view.row.gpus if view.row is not None else ()
-    # those of the job stand above the others
+    # the GPUs of the job come first
     gpus = sorted(view.gpus, key=lambda gpu: gpu.label not in own)
     lines = [_gpu(gpu, width, own=gpu.label in own) for gpu in gpus[:most]]
     if len(gpus) > most:
@@ -119,7 +119,7 @@ def _gpu(gpu: GpuLoad, width: int, *, own: bool) -> Line:
 
 
 def _curves(view: View, width: int, room: int) -> list[Line]:
-    """Beside each other, one above the other, or the first alone: as there is room."""
+    """The curves beside each other, one above the other, or only the first; without room for one, the last values."""
     found = {name: series for name, key in CURVES if (series := view.metrics.get(key)).is_drawable}
     if not found:
         said = "no metrics yet" if view.row is not None else ""
@@ -138,7 +138,7 @@ def _curves(view: View, width: int, room: int) -> list[Line]:
 
 
 def _curve(name: str, series: Series, width: int, height: int) -> list[Part]:
-    """`height` lines: its name and last value, and the curve."""
+    """A curve in `height` lines, with its name and last value above it."""
     title = Part(shown(f"{name} {terminal.number(series.last)}"), "bold")
     plain = not terminal.is_unicode()
     try:

@@ -1,4 +1,4 @@
-"""`top`: one job on a whole terminal, live, with keys to go to another one, to stop it and to pull its results."""
+"""`top`: shows one job live on a full screen, with keys to change to another job, stop the job and pull its results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from deployer.pull.rounds import pull
 from deployer.pull.target import CannotWrite
 
 KEY_S = 0.1
-"""How soon what has come is drawn; a key is answered at once."""
+"""Seconds until new values are drawn; a key has an effect at once."""
 
 
 class Entry(NamedTuple):
@@ -39,11 +39,11 @@ class Entry(NamedTuple):
     host: Host
     job_id: str
     results: str | None = None
-    """Where its results go; None: results/ID."""
+    """The folder for its results; None: results/ID."""
 
 
 def snapshot(entry: Entry) -> None:
-    """The present state as one value, for --json."""
+    """Prints the current state once, for --json."""
     glancer = Glancer(entry.host, entry.job_id)
     glancer.look(whole=True)
     glancer.close()
@@ -65,14 +65,14 @@ def _record(line: str | None) -> Any:
 
 
 def top(entries: Sequence[Entry]) -> None:
-    """Shows the first of these jobs until somebody leaves."""
+    """Shows the first of these jobs until the user quits."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "dumb") == "dumb":
         raise UsageError(
             "top draws on a terminal, and here is none that it can draw on",
             hint="for a script: deploy.py ps --json, or deploy.py top --json",
         )
     shown_jobs = _Top(entries)
-    shown_jobs.glancer.look()  # whatever the login asks, or the host says of an id, comes before the screen
+    shown_jobs.glancer.look()  # questions of the login and errors come before the screen
     try:
         with ending_in_order(), full_screen() as screen:
             drawn: object = None
@@ -93,7 +93,7 @@ def top(entries: Sequence[Entry]) -> None:
 
 
 class _Top:
-    """The jobs, which of them is shown, and what the keys have begun."""
+    """The jobs, the one on the screen, and the commands that keys have started."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = entries
@@ -109,7 +109,7 @@ class _Top:
 
     @property
     def state(self) -> object:
-        """Changes when something else is to be drawn: each second, too, while the age of what is shown is told."""
+        """A value that changes if the screen must be drawn again: also each second while it shows the age of values."""
         glancer = self.glancer
         age_s = int(glancer.silent_s) if glancer.trouble or glancer.silent_s > STALE_S else 0
         return self._chosen, glancer.news, self._asks, self._word, age_s
@@ -136,7 +136,7 @@ class _Top:
 
     @property
     def left_words(self) -> list[str]:
-        """What goes on, or is broken off, when the screen is left."""
+        """Lines about stops that continue and pulls that are interrupted when the user quits."""
         goes_on = {"stop": "the host goes on stopping {}", "pull": "what has come is kept; go on with: {me} pull {}"}
         return [
             goes_on[what].format(job_id, me=terminal.invoked_as())
@@ -146,7 +146,7 @@ class _Top:
         ]
 
     def take(self, key: str) -> bool:
-        """Does what a key says; false for the one that leaves."""
+        """Performs the action of a key; false if it quits."""
         if not key:
             return True
         asked, self._asks, self._word = self._asks, False, ""

@@ -1,4 +1,5 @@
-"""SSH by paramiko: one connection, a stream for each command. paramiko is loaded while the connection is being made."""
+"""SSH by paramiko: one connection, and a stream for each command. paramiko is loaded while the connection is being
+made."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 
 OPEN_TIMEOUT_S = 60.0
 DYING_S = 1.0
-"""How long a broken connection may take to be known as broken."""
+"""Seconds within which a broken connection is known to be broken."""
 
 
 class FabricTransport:
-    """A connection to one SSH host. `start_connect` begins it in the background, `connect` waits for it."""
+    """A connection to one SSH host. `start_connect` begins it in the background; `connect` waits for it."""
 
     def __init__(
         self,
@@ -42,25 +43,25 @@ class FabricTransport:
 
     @property
     def session(self) -> Session:
-        """The live connection. LostConnection when there is none (any more)."""
+        """The live connection. Raises LostConnection if there is none, or none any more."""
         if self._session is None or not self._session.is_active():
             raise LostConnection(self.why_lost())
         return self._session
 
     def start_connect(self) -> None:
-        """Begins to connect unless connected; failures wait for `connect`."""
+        """Begins to connect, unless connected. `connect` raises the errors."""
         if self._attempt is None and (self._session is None or not self._session.is_active()):
             self._attempt = Attempt(self._connect)
 
     def connect(self) -> None:
-        """See Transport; connects again when the connection was lost."""
+        """See Transport. Connects again if the connection was lost."""
         self.start_connect()
         if self._attempt is not None:
             attempt, self._attempt = self._attempt, None
             attempt.finish()
 
     def open(self, command: str) -> SshStream:
-        """See Transport. HostError when the server runs no commands."""
+        """See Transport. Raises HostError if the server runs no commands."""
         import paramiko
 
         with self._lock:
@@ -75,7 +76,7 @@ class FabricTransport:
         return SshStream(channel, self)
 
     def run_shell(self, command: str | None) -> int:
-        """Runs `command` (None: the login shell) with a terminal there and this one here. Returns its exit status."""
+        """Runs `command` (None: the login shell) with terminals on both sides. Returns its exit status."""
         self.connect()
         from deployer.transport.paramiko_ssh.shell import run_shell
 
@@ -87,7 +88,7 @@ class FabricTransport:
             self._session.close()
 
     def why_lost(self) -> str:
-        """A sentence on the connection that is gone."""
+        """The error text for a lost connection."""
         reason = self._session.goodbye if self._session is not None else ""
         return f"the connection to {self.description} broke" + (f": {reason}" if reason else "")
 
@@ -120,7 +121,7 @@ class FabricTransport:
 
 
 def _start(channel: paramiko.Channel, command: str) -> None:
-    """Asks for an exec; a server that never answers gets the channel closed, which ends the wait."""
+    """Requests an exec. If the server never answers, closes the channel, which ends the wait."""
     patience = threading.Timer(OPEN_TIMEOUT_S, channel.close)
     patience.daemon = True
     patience.start()
@@ -131,7 +132,7 @@ def _start(channel: paramiko.Channel, command: str) -> None:
 
 
 def import_dial() -> None:
-    """Loads what connecting needs; it takes a tenth of a second."""
+    """Loads the modules that connecting needs, which takes a tenth of a second."""
     from deployer.transport.ssh.paramiko_import import import_paramiko
 
     import_paramiko()
@@ -145,7 +146,7 @@ class SshStream:
         self._channel = channel
         self._transport = transport
         self._closed = False
-        channel.settimeout(1.0)  # how often a blocked call looks up; reads and writes go on beyond it
+        channel.settimeout(1.0)  # how often a blocked call checks for a change; reads and writes continue after it
         self._stderr = Drain(self._read_stderr)
 
     def read(self, size: int) -> bytes:
@@ -155,7 +156,7 @@ class SshStream:
                 data = self._channel.recv(size)
             except TimeoutError:
                 continue
-            except Exception:  # paramiko opens the window after it has read, and raises EOFError where it cannot
+            except Exception:  # paramiko enlarges the window after it has read, and raises EOFError if it cannot
                 raise LostConnection(self._transport.why_lost()) from None
             if not data and not self._ended_in_order():
                 raise LostConnection(self._transport.why_lost())
@@ -208,7 +209,7 @@ class SshStream:
         return self._channel.exit_status if self._channel.exit_status >= 0 else None
 
     def _ended_in_order(self) -> bool:
-        """Whether the process ended its output, rather than the connection its life."""
+        """Whether the process closed its output; False if the connection broke."""
         if self._closed or self._channel.eof_received:
             return True
         return _outlives_this(self._channel.get_transport())
@@ -219,19 +220,19 @@ class SshStream:
                 return self._channel.recv_stderr(1 << 15)
             except TimeoutError:
                 continue
-            except Exception:  # as in `read`, which tells of it
+            except Exception:  # as in `read`, which reports it
                 return b""
 
     @staticmethod
     def _quietly(action: Any) -> None:
         try:
             action()
-        except Exception:  # the connection is gone already, and so is what was to be closed
+        except Exception:  # the connection is gone already, and with it the thing to close
             return
 
 
 def _outlives_this(connection: paramiko.Transport) -> bool:
-    """Whether a connection on which something just failed is there for good.
+    """Whether a connection is still active DYING_S after a failure on it.
 
     paramiko ends the channels of a broken connection a moment before it calls the connection inactive.
     """

@@ -1,4 +1,5 @@
-"""From options to an authenticated connection: directly, by jump hosts, or by a ProxyCommand; again when cut off."""
+"""Makes an authenticated connection from options: directly, through jump hosts, or by a ProxyCommand. Tries again after
+a cut handshake."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from deployer.transport.ssh.explain import blame_hop, explain_no_way_on
 from deployer.transport.ssh.ssh_config import SshOptions
 
 Begun = tuple[SshSocket, Deadline]
-"""A connected socket, and the time that is left to log in."""
+"""A connected socket, and the time left to log in."""
 
 
 def dial(
     options: SshOptions, *, accept_new: bool, ask: Ask, begun: Begun | None = None, wants_channel: bool = False
 ) -> Session:
-    """An authenticated connection; `begun` is the beginning of the first attempt. ConnectError names the hop.
+    """An authenticated connection. `begun`: the socket of the first attempt. Raises ConnectError, which names the hop.
 
     wants_channel: see `open_session_to`.
     """

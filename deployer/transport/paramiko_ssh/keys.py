@@ -1,4 +1,4 @@
-"""The keys to log in with, in the order in which ssh would offer them: the agent's first, then the files."""
+"""The keys to log in with, in ssh's order: the agent's first, then the files."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Keyring:
-    """What can be offered, and what was found but cannot, with the reason."""
+    """The keys to offer, and those that cannot be offered, with the reason."""
 
     candidates: list[Candidate]
     skipped: list[str]
 
 
 def find_keys(options: SshOptions, ask: Callable[[Callable[[], str]], str] | None) -> Keyring:
-    """All keys for a host. `ask` runs a question at the terminal; without it encrypted files are left out."""
+    """All keys for a host. `ask` runs a question at the terminal; without it, encrypted files are left out."""
     skipped: list[str] = []
     files = [path for path in options.identity_files if path.is_file()]
     wanted = [blob for path in files if (blob := public_blob(path)) is not None]
@@ -80,7 +80,8 @@ def find_keys(options: SshOptions, ask: Callable[[Callable[[], str]], str] | Non
 def _file_candidates(
     files: Sequence[Path], held: set[bytes], ask: Callable[[Callable[[], str]], str] | None, skipped: list[str]
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Files that load at once, and encrypted ones, which come last so that nobody is asked in vain."""
+    """Files that load at once, and encrypted files. The encrypted ones come last, so that no passphrase is requested in
+    vain."""
     ready: list[Candidate] = []
     locked: list[Candidate] = []
     for path in files:
@@ -98,7 +99,7 @@ def _file_candidates(
 
 
 def load_private_key(path: Path, passphrase: str | None = None) -> paramiko.PKey:
-    """The key in a file. PasswordRequiredException without the passphrase it needs; UnusableKey with the reason."""
+    """The key in a file. Raises PasswordRequiredException if it needs a passphrase, and UnusableKey with the reason."""
     try:
         text = path.read_text(encoding="ascii")
         kind = key_type(text)
@@ -112,7 +113,7 @@ def load_private_key(path: Path, passphrase: str | None = None) -> paramiko.PKey
 
 
 def _load_pkcs8(text: str, passphrase: str | None) -> paramiko.PKey:
-    """paramiko does not read this format, so it is turned into OpenSSH's."""
+    """Converts PKCS #8 to OpenSSH's format, since paramiko does not read it."""
     try:
         key = serialization.load_pem_private_key(text.encode(), passphrase.encode() if passphrase else None)
     except TypeError:
@@ -135,7 +136,7 @@ def _class_of(kind: str) -> type[paramiko.PKey]:
 
 
 def _with_certificate(path: Path, key: paramiko.PKey) -> list[Candidate]:
-    """The key, behind its certificate when there is one beside it."""
+    """The key, preceded by its certificate if there is one beside it."""
     plain = Candidate(key_label(str(path), key.get_name()), lambda: key)
     certificate = path.with_name(path.name + "-cert.pub")
     if not certificate.is_file():
@@ -162,7 +163,7 @@ def _unlock(path: Path, ask: Callable[[Callable[[], str]], str]) -> paramiko.PKe
 
 
 class _Agent(AgentSSH):
-    """The agent behind one socket; paramiko's own class only knows SSH_AUTH_SOCK."""
+    """The agent behind one socket; paramiko's class supports only SSH_AUTH_SOCK."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -189,11 +190,11 @@ def _agent_keys(options: SshOptions, wanted: Sequence[bytes], skipped: list[str]
     return named if options.identities_only else named + [key for key in usable if key not in named]
 
 
-# --- the key of the last time -----------------------------------------------------------------------------------------
+# --- the last key that succeeded --------------------------------------------------------------------------------------
 
 
 def may_ask_early(session: paramiko.Transport, options: SshOptions, key: paramiko.PKey) -> bool:
-    """Whether this server understands an EarlyChannel, and this key is the one that let us in the last time."""
+    """Whether this server supports an EarlyChannel and this key is the one that succeeded the last time."""
     if not session.remote_version.startswith(_SERVER):
         return False
     try:
@@ -203,7 +204,7 @@ def may_ask_early(session: paramiko.Transport, options: SshOptions, key: paramik
 
 
 def note_key(options: SshOptions, key: paramiko.PKey) -> None:
-    """Remembers the key that has let us in."""
+    """Remembers the key that succeeded."""
     with contextlib.suppress(OSError):
         write_whole(_note_of(options), _digest(key).encode("ascii"))
 

@@ -40,23 +40,23 @@ from deployer.transport.ssh.key_files import UnusableKey
 from deployer.transport.ssh.ssh_config import SshOptions
 
 WINDOW_BYTES = 4 << 20
-"""What the host may send before we answer. Larger windows made downloads slower, twice, on loopback."""
+"""Bytes that the host may send before we answer. Larger windows made downloads slower, twice, on loopback."""
 OPEN_TIMEOUT_S = 60.0
 AUTH_TIMEOUT_S = 30.0
 PERSON_TIMEOUT_S = 300.0
-"""While a person may have to find a passphrase, a password or a security token."""
+"""Seconds for a step in which a person may have to find a passphrase, a password or a security token."""
 PASSWORD_TRIES = 3
 FAST_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")
 
 
 class EagerAuth(AuthHandler):
-    """Authentication without waiting for SERVICE_ACCEPT, which saves two round trips with the first key.
+    """Authentication that does not wait for SERVICE_ACCEPT, which saves two round trips with the first key.
 
-    RFC 4252 lets a client send the request right behind the service request; both travel in order.
+    RFC 4252 lets a client send the request directly after the service request; both arrive in order.
     """
 
     methods: Sequence[str] = ()
-    """What the server said it would accept, after a refusal."""
+    """The methods that the server would accept, after a refusal."""
 
     def _request_auth(self) -> None:
         session: Any = self.transport
@@ -72,7 +72,7 @@ class EagerAuth(AuthHandler):
         super()._parse_service_accept(accept)  # type: ignore[misc]  # builds, signs and sends the request
 
     def _parse_service_accept(self, m: paramiko.Message) -> None:
-        """The server's acceptance, which was not waited for."""
+        """Ignores the server's acceptance: the request was sent without it."""
 
     def _parse_userauth_banner(self, m: paramiko.Message) -> None:
         self.transport.said += m.get_text() + "\n"  # type: ignore[attr-defined]
@@ -92,17 +92,17 @@ class Session(paramiko.Transport):
         self.options = options
         self.service_requested = False
         self.partly = False
-        """A key was taken, and the server wants something else besides."""
+        """The server accepted a key, but demands another method too."""
         self.said = self.goodbye = ""
         self.proxy: subprocess.Popen[bytes] | None = None
         self.hop: Session | None = None
         self._handler_table[MSG_CHANNEL_OPEN_FAILURE] = self._note_no_channel  # type: ignore[attr-defined]
         self.no_channel = ""
-        """Why the server opened none, in its own words."""
+        """The server's reason for not opening a channel."""
         self.offers: dict[str, Any] = {}
-        """The server's algorithms, by paramiko's names of their kinds."""
+        """The server's algorithms, by paramiko's names for their kinds."""
         self.early: EarlyChannel | None = None
-        """The first channel, when it was asked for along with the login."""
+        """The first channel, if it was requested together with the login."""
         defaults: Any = paramiko.Transport
         self._preferred_keys = order_key_types(defaults._preferred_keys, host_keys.types)
         gcm = tuple(name for name in FAST_CIPHERS if name in defaults._cipher_info)
@@ -114,7 +114,7 @@ class Session(paramiko.Transport):
         return tuple(self._preferred_keys)
 
     def _note_no_channel(self, m: paramiko.Message) -> None:
-        """paramiko gives the number's meaning only."""
+        """Keeps the server's reason: paramiko reports only the meaning of the error number."""
         m.get_int()
         m.get_int()
         self.no_channel = m.get_text()
@@ -139,11 +139,11 @@ class Session(paramiko.Transport):
 
 
 class EarlyChannel:
-    """The first channel of a connection, asked for along with the login instead of after it: one round trip less.
+    """The first channel of a connection, requested together with the login instead of after it: one round trip less.
 
-    A server may take no such question before it has let somebody in (RFC 4252). OpenSSH's reads on once it has accepted
-    the login, and answers UNIMPLEMENTED when it has not, so this is for OpenSSH only, and with the key that let us in
-    there the last time. It is opened in the background.
+    A server may not accept this request before the login has succeeded (RFC 4252). OpenSSH's server reads it after it
+    has accepted the login, and answers UNIMPLEMENTED after a refusal. So this is used with OpenSSH only, and with the
+    key that succeeded the last time. The channel is opened in the background.
     """
 
     def __init__(self, session: paramiko.Transport) -> None:
@@ -151,18 +151,18 @@ class EarlyChannel:
         self._settled = threading.Event()
         self._channel: paramiko.Channel | None = None
         self._error: Exception | None = None
-        # after a refused login no answer comes: then nobody waits for this thread
+        # after a refused login no answer comes, and no thread waits for this one
         threading.Thread(target=self._open, name="ssh-early-channel", daemon=True).start()
 
     def _open(self) -> None:
         try:
             self._channel = self._session.open_session(timeout=OPEN_TIMEOUT_S)
-        except Exception as error:  # handed on to who takes the channel
+        except Exception as error:  # passed on to the caller of `take`
             self._error = error
         self._settled.set()
 
     def take(self) -> paramiko.Channel:
-        """The channel, or what `open_session` would have raised."""
+        """The channel. Raises the error of `open_session`."""
         self._settled.wait()
         if self._error is not None:
             raise self._error
@@ -176,7 +176,7 @@ _KINDS = {
     "acceptable cipher": ("cipher", "server_encrypt_algo_list"),
     "acceptable mac": ("MAC", "server_mac_algo_list"),
 }
-"""paramiko's words for what has no common algorithm -> ours, and where the server's are."""
+"""paramiko's words for a missing common algorithm -> our words, and the message field with the server's algorithms."""
 
 
 def order_key_types(default: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
@@ -192,10 +192,10 @@ def order_key_types(default: Sequence[str], known: Sequence[str]) -> tuple[str, 
 def open_session_to(
     options: SshOptions, sock: Any, *, deadline: Deadline, accept_new: bool, ask: Ask, wants_channel: bool = False
 ) -> Session:
-    """An authenticated connection over a pipe to the server; its host key is checked before anything is told to it.
+    """An authenticated connection through a pipe to the server. Checks its host key before sending it any secret.
 
-    wants_channel: a channel will be opened at once, so it may be asked for along with the login (EarlyChannel).
-    ConnectError with a hint; HandshakeCut when the server hung up amid the handshake.
+    wants_channel: a channel will be opened at once, so it may be requested together with the login (EarlyChannel).
+    Raises ConnectError with a hint, or HandshakeCut if the server hung up during the handshake.
     """
     person = deadline.pausing(ask) if has_terminal() and not options.batch_mode else None
     host_keys = HostKeys(options)
@@ -250,7 +250,7 @@ def _log_in(session: Session, keyring: Keyring, *, deadline: Deadline, ask: Ask 
     skipped = list(keyring.skipped)
     methods: Sequence[str] = ()
     for candidate in keyring.candidates:
-        # where a person is, the agent may ask for a confirmation
+        # with a person present, the agent may ask for a confirmation
         session.auth_timeout = AUTH_TIMEOUT_S if candidate.from_agent and ask is not None else max(1.0, deadline.left_s)
         methods = _try_key(session, candidate, tried, skipped, wants_channel=wants_channel)
         wants_channel = False
@@ -283,7 +283,7 @@ def _refused(session: Session, tried: list[str], skipped: list[str], methods: Se
 
 
 def _authenticate(session: Session, start: Callable[[EagerAuth, threading.Event], None]) -> EagerAuth:
-    """Runs one attempt to its end. The handler says what the server would accept after a refusal."""
+    """Runs one attempt to its end. After a refusal, the handler has the methods that the server would accept."""
     done = threading.Event()
     handler = EagerAuth(session)
     session.auth_handler = handler
@@ -297,7 +297,7 @@ def _authenticate(session: Session, start: Callable[[EagerAuth, threading.Event]
 
 
 def _ask_methods(session: Session) -> Sequence[str]:
-    """What the server would accept; it may also let somebody in who shows nothing."""
+    """The methods that the server would accept. The server may also accept this login, which offers nothing."""
     try:
         return _authenticate(session, lambda handler, done: handler.auth_none(session.options.user, done)).methods
     except (paramiko.SSHException, EOFError, OSError):
@@ -307,7 +307,7 @@ def _ask_methods(session: Session) -> Sequence[str]:
 def _try_key(
     session: Session, candidate: Candidate, tried: list[str], skipped: list[str], *, wants_channel: bool
 ) -> Sequence[str]:
-    """Offers one key; the methods that the server names after a refusal."""
+    """Offers one key. Returns the methods that the server lists after a refusal."""
     options = session.options
     try:
         key = candidate.load()
@@ -333,7 +333,7 @@ def _try_key(
 
 
 def _try_password(session: Session, methods: Sequence[str], *, ask: Ask) -> bool:
-    """Asks the person for a password, or whatever the server wants to know, up to three times."""
+    """Asks the person up to three times for a password, or for the answers to the server's questions."""
     options = session.options
     session.auth_timeout = PERSON_TIMEOUT_S
 

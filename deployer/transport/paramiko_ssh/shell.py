@@ -1,4 +1,4 @@
-"""An interactive shell by Fabric. Imported only where it is used: Fabric takes a quarter of a second to load."""
+"""An interactive shell by Fabric. Imported only when it is used: Fabric takes a quarter of a second to load."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from invoke.exceptions import UnexpectedExit
 from deployer.transport.paramiko_ssh.session import Session
 
 KEEP_ALIVE_S = 15
-"""A connection that sends no data would never be found dead: see UNACKNOWLEDGED_S."""
+"""Seconds between keep-alives. Without data to send, a dead connection would never be noticed: see UNACKNOWLEDGED_S."""
 
 
 class _Typing(Remote):  # type: ignore[misc]
-    """Typing into a shell that has just ended is no error."""
+    """Ignores input to a shell that has just ended."""
 
     def _write_proc_stdin(self, data: bytes) -> None:
         try:
@@ -28,9 +28,10 @@ class _TypingShell(_Typing, RemoteShell):  # type: ignore[misc]
 
 
 def run_shell(session: Session, command: str | None) -> int:
-    """Runs `command` (None: the login shell) with a terminal there and this one here. Returns its exit status.
+    """Runs `command` (None: the login shell) with terminals on both sides. Returns its exit status.
 
-    Fabric gets a connection that was made here, with the host key checked: its own would accept any key.
+    Fabric gets a connection that was made here, with the host key checked: a connection made by Fabric would accept any
+    key.
     """
     session.set_keepalive(int(session.options.alive_every_s) or KEEP_ALIVE_S)
     client = paramiko.SSHClient()
@@ -43,6 +44,6 @@ def run_shell(session: Session, command: str | None) -> int:
     connection.client, connection.transport = client, session
     try:
         result = connection.shell() if command is None else connection.run(command, pty=True)
-    except UnexpectedExit as error:  # any status but 0; `shell` cannot be told to just return it
+    except UnexpectedExit as error:  # any status except 0; `shell` has no option to just return it
         result = error.result
     return int(result.exited)

@@ -26,20 +26,20 @@ QUICK_RECEIPTS = 300
 CLIENT_VERSION = "SSH-2.0-Torchferry"
 """The line with which this client begins every SSH connection (RFC 4253, 4.2)."""
 UNACKNOWLEDGED_S = 45.0
-"""Data that the other side's kernel does not confirm for this long breaks the connection, unless the user has set how
-often a server is asked whether it lives."""
+"""Seconds after which data that the other side's kernel has not acknowledged breaks the connection. A user's own
+ServerAlive settings replace it."""
 ATTEMPTS_APART_S = 1.0
 HEARD_BYTES = 4096
 LAST_WORDS_S = 0.5
-"""How long the words of a ProxyCommand that has ended are waited for."""
+"""Seconds to wait for the last stderr output of a ProxyCommand that has ended."""
 
 
 class SshSocket(socket.socket):
-    """A connected socket that acknowledges at once, and breaks when the other side is gone.
+    """A connected socket that acknowledges at once, and breaks if the other side is gone.
 
-    sshd writes SUCCESS, a host-keys note and the channel's confirmation as separate packets and, with Nagle's
-    algorithm on, waits for our ACK between them, which Linux would hold back for 40 ms. TCP_QUICKACK is not sticky, so
-    it is set again after each of the first receipts.
+    sshd writes SUCCESS, a host-keys note and the channel's confirmation as separate packets. With Nagle's algorithm on,
+    it waits for our ACK between them, which Linux would hold back for 40 ms. TCP_QUICKACK is not sticky, so it is set
+    again after each of the first receipts.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class SshSocket(socket.socket):
         super().__init__(connected.family, connected.type, connected.proto, fileno=connected.detach())
         self._said = b""
         self.heard = b""
-        """The first bytes that came: what a server says instead of SSH's first line."""
+        """The first bytes received: the text that a server sends in place of SSH's first line."""
         self.beside: Callable[[], str] = str
-        """What the ProxyCommand that makes this connection has said on its stderr."""
+        """Returns the stderr output of the ProxyCommand that makes this connection."""
         self._quick = QUICK_RECEIPTS if self.family != socket.AF_UNIX and hasattr(socket, "TCP_QUICKACK") else 0
         if self.family != socket.AF_UNIX:
             self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -60,10 +60,10 @@ class SshSocket(socket.socket):
         self._acknowledge()
 
     def greet(self) -> None:
-        """Sends the client's first line now, for which the SSH library need not be there: the server gets on with its
-        own. When the library sends that line, it is told that this has been done."""
+        """Sends the client's first line now, before the SSH library is loaded, so that the server can continue with its
+        own line. When the library sends that line later, `send` reports it as sent."""
         line = f"{CLIENT_VERSION}\r\n".encode()
-        with contextlib.suppress(OSError):  # whoever reads the answer learns it too
+        with contextlib.suppress(OSError):  # the reader of the answer gets the error too
             self.sendall(line)
             self._said = line
 
@@ -82,7 +82,7 @@ class SshSocket(socket.socket):
         return data
 
     def close(self) -> None:
-        if not self.heard:  # whoever hung up at once may have said why; writing to it has failed before it was read
+        if not self.heard:  # a server that hung up may have sent a reason, but our write failed before it was read
             with contextlib.suppress(OSError):
                 self.setblocking(False)
                 self.heard = super().recv(HEARD_BYTES)
@@ -93,12 +93,12 @@ class SshSocket(socket.socket):
             self._quick -= 1
             try:
                 self.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-            except OSError:  # the connection is already gone; the next read says so
+            except OSError:  # the connection is already gone; the next read reports it
                 self._quick = 0
 
 
 def connect_tcp(options: SshOptions, *, timeout_s: float) -> SshSocket:
-    """A TCP connection to the host, its addresses tried in order within `timeout_s` in all. ConnectError."""
+    """A TCP connection to the host; tries its addresses in order, within `timeout_s` in all. Raises ConnectError."""
     deadline = time.monotonic() + timeout_s
     name = options.hostname.encode() if options.hostname.isascii() else options.hostname  # text loads a codec for IDNA
     try:
@@ -106,7 +106,7 @@ def connect_tcp(options: SshOptions, *, timeout_s: float) -> SshSocket:
     except OSError as error:
         raise explain_socket_error(error, host=options.hostname, port=options.port, timeout_s=timeout_s) from None
     failure: OSError = TimeoutError()
-    for attempt in range(options.connection_attempts):  # as ssh: each with all of the time, a second apart
+    for attempt in range(options.connection_attempts):  # as ssh: each attempt has the full time, one second apart
         if attempt:
             time.sleep(ATTEMPTS_APART_S)
             deadline = time.monotonic() + timeout_s
@@ -140,7 +140,7 @@ def _connect_one(
 
 
 def start_proxy(command: str) -> tuple[SshSocket, subprocess.Popen[bytes]]:
-    """A socket whose other end is the stdin and stdout of a ProxyCommand, run by the user's shell as ssh does."""
+    """A socket connected to stdin and stdout of a ProxyCommand; like ssh, it is run by the user's shell."""
     ours, theirs = socket.socketpair()
     shell = os.environ.get("SHELL") or "/bin/sh"
     end = theirs.fileno()
@@ -153,7 +153,7 @@ def start_proxy(command: str) -> tuple[SshSocket, subprocess.Popen[bytes]]:
     finally:
         theirs.close()
     assert process.stderr is not None
-    show = relay() if has_terminal() else None  # it may ask somebody to log in by a browser
+    show = relay() if has_terminal() else None  # it may ask the user to log in with a browser
 
     def keep(data: bytes) -> bytes:
         if show is not None:

@@ -1,4 +1,4 @@
-"""One attempt to connect: its time, its questions to a person, and another one where a server was too busy for it."""
+"""One attempt to connect: its deadline, its questions to a person, and retries if a server was too busy."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 4.0
 
 AT_TERMINAL = threading.Lock()
-"""Held while a person is asked, so that two hosts do not ask at once."""
+"""Held while a person is asked, so that two hosts do not ask at the same time."""
 
-_unasked = 0  # how many connections are being made for which nobody is to be asked
+_unasked = 0  # number of connections being made without asking the person
 _unasked_lock = threading.Lock()
 
 
 @contextmanager
 def nobody_to_ask() -> Iterator[None]:
-    """Nobody is asked meanwhile: for connections that can be done without."""
+    """Asks no questions inside this context: for connections that are optional."""
     global _unasked
     with _unasked_lock:
         _unasked += 1
@@ -44,14 +44,15 @@ def has_terminal() -> bool:
 
 
 class Questions:
-    """Lets a background thread ask by way of the thread that waits for it, so that no prompt appears amid other output
-    and Ctrl-C at a prompt ends the program as usual."""
+    """Lets a background thread ask questions through the thread that waits for it. So no prompt appears in the middle
+    of other output, and Ctrl-C at a prompt ends the program as usual."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
 
     def ask(self, question: Callable[[], T]) -> T:
-        """From the background: runs `question` in the waiting thread and returns or raises what it did."""
+        """For the background thread: runs `question` in the waiting thread and returns its result or raises its
+        error."""
         done = threading.Event()
         answer: list[T] = []
         failure: list[BaseException] = []
@@ -72,18 +73,18 @@ class Questions:
         return answer[0]
 
     def finish(self) -> None:
-        """From the background: there will be no more questions."""
+        """For the background thread: announces that there are no more questions."""
         self._queue.put(None)
 
     def answer_until_finished(self) -> None:
-        """From the waiting thread: answers whatever is asked until the background has finished."""
+        """For the waiting thread: answers questions until the background thread has finished."""
         while (question := self._queue.get()) is not None:
             with AT_TERMINAL:
                 question()
 
 
 class Attempt:
-    """Work in the background that may ask the person: what it raised comes out of `finish`."""
+    """Work in the background that may ask the person. `finish` raises its error."""
 
     def __init__(self, run: Callable[[Questions], Any]) -> None:
         self._questions = Questions()
@@ -92,7 +93,7 @@ class Attempt:
         threading.Thread(target=self._work, name="ssh-connect", daemon=True).start()
 
     def finish(self) -> None:
-        """Waits, answers questions at the terminal, and raises what went wrong."""
+        """Waits, answers questions at the terminal, and raises the error of the background work."""
         self._questions.answer_until_finished()
         if self._failure is not None:
             raise self._failure
@@ -110,13 +111,13 @@ class Attempt:
 
 
 class Ask(Protocol):
-    """Runs a question in the thread that may talk to the person, and returns the answer."""
+    """Runs a question in the thread that may ask the person, and returns the answer."""
 
     def __call__(self, question: Callable[[], T], /) -> T: ...
 
 
 class Deadline:
-    """So many seconds from now for what needs no person: those in which a person is asked something do not count."""
+    """A time limit from now for work that needs no person; the time for questions to a person does not count."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -128,7 +129,7 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
     def pausing(self, ask: Ask) -> Ask:
-        """`ask`, with the clock stopped meanwhile."""
+        """`ask`, with the clock stopped during each question."""
 
         def asked(question: Callable[[], T], /) -> T:
             begun = time.monotonic()
@@ -144,14 +145,14 @@ class Deadline:
 
 
 class HandshakeCut(ConnectError):
-    """The server hung up during the handshake: it may have too many connections just now."""
+    """The server hung up during the handshake; it may have too many connections at the moment."""
 
 
 def retry_cuts(connect: Callable[[], T], *, keep_trying_s: float = KEEP_TRYING_S) -> T:
-    """What `connect` returns, called again after a HandshakeCut for this long.
+    """The result of `connect`; calls it again after a HandshakeCut, for up to `keep_trying_s`.
 
-    A server at its MaxStartups drops connections at random; the waits double and are random, so that clients which
-    were dropped together do not come back together.
+    A server at its MaxStartups drops connections at random. The waits double and are random, so that clients which were
+    dropped together do not return together.
     """
     deadline = time.monotonic() + keep_trying_s
     wait_s = FIRST_WAIT_S
@@ -161,7 +162,7 @@ def retry_cuts(connect: Callable[[], T], *, keep_trying_s: float = KEEP_TRYING_S
         except HandshakeCut:
             if time.monotonic() + wait_s > deadline:
                 raise
-            from random import uniform  # few connections come here
+            from random import uniform  # few connections need it
 
             time.sleep(wait_s * uniform(0.5, 1.5))
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)

@@ -1,4 +1,5 @@
-"""What servers and login shells say when they let nobody in or run nothing, what it means, and what to do about it."""
+"""Messages of servers and login shells that refuse a login or run no command: what each means, and what to do about
+it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import NamedTuple
 
 
 class Cause(NamedTuple):
-    """Words that mean something, as a pattern over a host's text; its first group may be named in the hint by `{}`."""
+    """A pattern over a host's output, with its meaning; the hint may contain its first group as `{}`."""
 
     words: str
     message: str
@@ -32,7 +33,7 @@ ACCOUNT = (
         "use another user, or have the account enabled",
     ),
 )
-"""Said before or after a login; true of both."""
+"""Messages that may appear before or after a login, with the same meaning."""
 
 NO_EXEC = Cause(
     r"(?i)(doesn't|does not) support PTY|requires? a (pty|tty|terminal)|not a tty|interactive (session|shell) only"
@@ -56,10 +57,10 @@ LOGIN = (
         "is its root folder a bare one (ChrootDirectory)?",
     ),
 )
-"""Of a login that ended before it came to our command."""
+"""Messages of a login that ended before our command started."""
 
 CROWDED = r"(?i)MaxStartups|Not allowed at this time"
-"""Said in the place of SSH's first line by a server that has too many connections, or too many failures of ours."""
+"""Sent in place of SSH's first line by a server that has too many connections, or too many failures of ours."""
 
 KEYS = "check the user (root? ubuntu?), and that its ~/.ssh/authorized_keys has this key; --ssh-key FILE offers another"
 MORE_KEYS = "offer the right key alone: --ssh-key FILE, or in ssh_config IdentityFile with IdentitiesOnly yes"
@@ -67,7 +68,7 @@ TOO_MANY_KEYS = r"(?i)too many authentication failures"
 
 
 def cause_of(said: str, causes: tuple[Cause, ...]) -> tuple[str, str] | None:
-    """Message and hint of the first cause whose words a host said; None when it said nothing that is known."""
+    """Message and hint of the first cause that matches a host's output; None if none does."""
     for cause in causes:
         if found := re.search(cause.words, said):
             return cause.message, cause.hint.format(found[1] if "{}" in cause.hint else "")

@@ -1,4 +1,4 @@
-"""The ssh_config file: which one is read, and the names of hosts in it. `ssh -G` alone decides what they mean."""
+"""The ssh_config file: which one is read, and the host names in it. Only `ssh -G` decides what they mean."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MOST_FILES = 100
 
 
 def chosen_config(config_file: str | None) -> str | None:
-    """The ssh_config to use instead of the user's own; None: none."""
+    """The ssh_config to use instead of the user's own; None: the user's own."""
     return config_file or os.environ.get(CONFIG_ENV) or None
 
 
 def host_aliases() -> list[str]:
-    """Every name after `Host` without a wildcard, in the files' order. A file that cannot be read has none."""
+    """Every name after `Host` without a wildcard, in the files' order. An unreadable file counts as empty."""
     left = [os.path.expanduser(chosen_config(None) or "~/.ssh/config")]  # noqa: PTH111 - Path's own raises RuntimeError
     names: dict[str, None] = {}
     seen: set[str] = set()
@@ -50,7 +50,7 @@ def _lines(path: str) -> Iterator[tuple[str, list[str]]]:
         if match:
             try:
                 yield match[1].lower(), shlex.split(match[2], comments=True)
-            except ValueError:  # a quote that does not end
+            except ValueError:  # an unclosed quote
                 continue
 
 

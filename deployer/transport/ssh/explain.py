@@ -1,4 +1,4 @@
-"""Sentences for what a host's silence, noise or refusal means, each with what to do about it."""
+"""Error messages for a host that is silent, prints unexpected output or refuses, each with a hint."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 _NO_PYTHON = "torchferry-no-python"
 NO_OUTPUT = 99
-"""The loader's exit status where its output goes to no client."""
+"""The loader's exit status if its output does not reach a client."""
 LOST = 255
-"""The ssh program's exit status for its own failures, and for a command that a signal ended."""
+"""The ssh program's exit status for its own failures, and for a command that was ended by a signal."""
 QUOTED_BYTES = 8192
 HEARD_LINES = 3
-"""Of what came in the place of SSH's first line."""
+"""Lines to keep of the text received in place of SSH's first line."""
 _ESCAPES = r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)|[^\x20-\x7e\n\t\xa0-\U0010ffff]"
 
 
 def explain_no_answer(stderr_text: str, noise: bytes, exit_status: int | None) -> FerryError:
-    """The error for an exec that ended before our agent answered; `noise` is what came on stdout."""
+    """The error for an exec that ended before our agent answered; `noise`: its stdout."""
     said = _words(noise, stderr_text)
     if re.search(rf"(?m)^{_NO_PYTHON}$", said):
         return _no_python(re.sub(rf"(?m)^{_NO_PYTHON}$", "", said))
@@ -55,8 +55,8 @@ def _words(noise: bytes, stderr_text: str) -> str:
 
 
 def explain_no_exec() -> FerryError:
-    """The error for a server that refuses to run a command, or ends it at once without a word and without a status: by
-    the ssh program the one looks like the other."""
+    """The error for a server that refuses to run a command, or ends it at once without output and without a status.
+    With the ssh program both look the same."""
     return HostError(
         "this SSH endpoint runs no commands: it ended ours without a word and without an exit status",
         hint=f"{NO_EXEC.hint}; or the login shell is missing there (ChrootDirectory) or was killed",
@@ -64,7 +64,7 @@ def explain_no_exec() -> FerryError:
 
 
 def explain_silent_login(stderr_text: str, noise: bytes, *, host: str, silent_s: float) -> FerryError:
-    """The error for a login that goes on and does not come to our command."""
+    """The error for a login that does not end and does not start our command."""
     said = _words(noise, stderr_text)
     if known := cause_of(said, LOGIN):
         return HostError(known[0], where=quote(said), hint=known[1])
@@ -91,7 +91,7 @@ def _no_python(said: str) -> FerryError:
 
 
 def _ended_without_answer(said: str, exit_status: int | None) -> FerryError:
-    # one of the two ways cannot tell 255 from an end by a signal
+    # one of the two transports cannot distinguish status 255 from an end by a signal
     known = exit_status is not None and exit_status != LOST
     status = f"with exit status {exit_status}" if known else "without an exit status"
     if not known and not said.strip():
@@ -105,14 +105,14 @@ def _ended_without_answer(said: str, exit_status: int | None) -> FerryError:
 
 
 def quote(said: str) -> list[str]:
-    """The last lines of what the host said, each marked as its words."""
+    """The last lines of the host's output, each marked as the host's."""
     lines = [line.strip()[:200] for line in said.splitlines() if line.strip()]
     return [f"host: {line}" for line in lines[-5:]]
 
 
 def without_escapes(text: str) -> str:
-    """Text of a host without terminal escapes and control characters, to be searched for what it means. What is shown
-    of it goes through `deployer.printable` all the same."""
+    """A host's text without terminal escapes and control characters, to be matched against patterns. Displayed text
+    still passes through `deployer.printable`."""
     return re.sub(_ESCAPES, "", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
@@ -142,13 +142,13 @@ def explain_socket_error(error: OSError, *, host: str, port: int, timeout_s: flo
 
 
 def blame_hop(error: ConnectError, *, before: SshOptions) -> ConnectError:
-    """The same error, said of the jump host before another host."""
+    """The same error, attributed to the jump host before another host."""
     message = f"the jump host before {before.hostname} failed: {error.message}"
     return type(error)(message, where=error.where, hint=error.hint)
 
 
 def explain_no_way_on(reason: str, *, hop: SshOptions, target: SshOptions) -> ConnectError:
-    """The error for a jump host that let us in and cannot reach what comes next."""
+    """The error for a jump host that accepted the login but cannot reach the next host."""
     return ConnectError(
         f"the jump host {hop.description} cannot reach {target.hostname}:{target.port}: {reason}",
         hint="the address is looked up on the jump host; AllowTcpForwarding may be off there",
@@ -156,8 +156,8 @@ def explain_no_way_on(reason: str, *, hop: SshOptions, target: SshOptions) -> Co
 
 
 def explain_silence(*, where: str, timeout_s: float, proxied: bool = False, beside: str = "") -> ConnectError:
-    """The error for a port that accepts a connection and does not speak SSH in time; `proxied`: a ProxyCommand leads
-    there, and said what is in `beside`."""
+    """The error for a port that accepts a connection but does not speak SSH in time. `proxied`: a ProxyCommand connects
+    to it, and `beside` is its stderr output."""
     if proxied:
         return ConnectError(
             f"the ProxyCommand to {where} brought no SSH handshake within {timeout_s:g} s",
@@ -171,7 +171,8 @@ def explain_silence(*, where: str, timeout_s: float, proxied: bool = False, besi
 
 
 def explain_no_greeting(*, where: str, heard: list[str], proxied: bool, beside: str = "") -> ConnectError:
-    """The error for a connection that ended before the server's first line; `heard` came in its place."""
+    """The error for a connection that ended before the server's first line; `heard`: the lines received in its
+    place."""
     heard = [line for line in heard[:HEARD_LINES] if line.strip() and line.isprintable() and line[:4] != "SSH-"]
     if proxied:
         return explain_proxy_ended("\n".join([*heard, beside]), where=where)
@@ -181,7 +182,7 @@ def explain_no_greeting(*, where: str, heard: list[str], proxied: bool, beside: 
 
 
 def explain_proxy_ended(said: str, *, where: str) -> ConnectError:
-    """The error for a ProxyCommand that ended before a login. It is not run again: with ssh it runs once too."""
+    """The error for a ProxyCommand that ended before a login. It is not run again: ssh too runs it only once."""
     return ConnectError(
         f"the ProxyCommand to {where} ended amid the SSH handshake, or before it",
         where=quote(said),
@@ -199,7 +200,7 @@ def explain_cut(*, where: str, said: str = "") -> ConnectError:
 
 
 def explain_stalled_login(*, where: str, timeout_s: float) -> ConnectError:
-    """The error for a server that began a login and does not go on with it."""
+    """The error for a server that began a login but does not continue it."""
     return ConnectError(
         f"{where} did not finish the login within {timeout_s:g} s",
         hint="the server may be overloaded, or wait for something itself; --connect-timeout waits longer",
@@ -207,16 +208,17 @@ def explain_stalled_login(*, where: str, timeout_s: float) -> ConnectError:
 
 
 def explain_no_session(where: str) -> ConnectError:
-    """The error for a server that lets us in and opens no session."""
+    """The error for a server that accepts the login but opens no session."""
     return ConnectError(f"{where} opens no session", hint="the server's MaxSessions is reached, or 0")
 
 
 class NoCommonAlgorithm(ConnectError):
-    """The server and this side's SSH have no algorithm for something in common; another SSH may have."""
+    """The server and this side's SSH implementation have no common algorithm; another SSH implementation may have
+    one."""
 
 
 def explain_incompatible(what: str, offered: str, *, where: str) -> ConnectError:
-    """The error for a server whose algorithms for `what` are all foreign to this side."""
+    """The error for a server whose algorithms for `what` are all unknown to this side."""
     return NoCommonAlgorithm(
         f"{where} offers no {what} that this side has: {offered}",
         hint="update the older side, or allow one more in its settings (sshd_config there, ssh_config here)",
@@ -224,17 +226,17 @@ def explain_incompatible(what: str, offered: str, *, where: str) -> ConnectError
 
 
 def explain_broken_handshake(reason: str, *, where: str) -> ConnectError:
-    """The error for a server that breaks the protocol, or does not prove to have the key that it shows."""
+    """The error for a server that violates the protocol, or does not prove that it holds its host key."""
     return ConnectError(f"{where}: the SSH handshake failed: {reason}", hint="try `ssh` by hand")
 
 
 def explain_old_protocol(*, where: str) -> ConnectError:
-    """The error for a server of the SSH of before 2006."""
+    """The error for a server that speaks only the SSH protocol from before 2006."""
     return ConnectError(f"{where} speaks version 1 of SSH, which is not safe", hint="update the server")
 
 
 def explain_cut_login(*, where: str, said: str = "") -> ConnectError:
-    """The error for a server that hung up amid the login, without a refusal."""
+    """The error for a server that hung up during the login, without a refusal."""
     known = cause_of(said, ACCOUNT)
     message = f"{where} closed the connection during the login"
     return ConnectError(
@@ -247,8 +249,8 @@ def explain_cut_login(*, where: str, said: str = "") -> ConnectError:
 def explain_auth(
     tried: list[str], skipped: list[str], *, where: str, user: str, methods: list[str], said: str = ""
 ) -> ConnectError:
-    """The error for a host that let nobody in: which keys were offered, which could not be, what it would accept, what
-    it said."""
+    """The error for a refused login: the offered keys, the unusable keys, the methods that the host would accept, and
+    its messages."""
     lines = [f"offered: {name}" for name in tried] + [f"not usable: {name}" for name in skipped]
     too_many = re.search(TOO_MANY_KEYS, said)
     lines += quote(said)
@@ -280,7 +282,7 @@ def explain_auth(
 
 
 def explain_more_wanted(*, where: str, methods: list[str]) -> ConnectError:
-    """The error for a host that takes the key and wants something else besides, for which nobody can be asked."""
+    """The error for a host that accepts the key and demands a further method, with no person present to ask."""
     return LoginRefused(
         f"{where} takes the key and wants more: {', '.join(methods)}",
         hint="run this at a terminal, where you can be asked for it",

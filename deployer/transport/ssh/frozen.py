@@ -1,4 +1,5 @@
-"""A configuration as ssh has read it, as a file: who reads it runs no command of the user's (`Match exec`) again."""
+"""A copy of a configuration as ssh has read it: reading the copy does not run the user's commands (`Match exec`)
+again."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ _PATHS = (
 )
 _LISTS = "userknownhostsfile|globalknownhostsfile"
 _LEFT_OUT = r"\w*forward|permitremoteopen|remotecommand|localcommand|canonical\w*|control(path|master|persist)"
-"""What our connections never use, or set themselves; ssh writes some of it as it cannot read it."""
+"""Settings that our connections never use or set themselves; ssh prints some of them in a form that it cannot read."""
 
 
 def freeze(output: str, path: Path) -> bool:
-    """Writes what `ssh -G` has printed to a new file (0600) that ssh reads as the same; whether it does read it."""
+    """Writes the output of `ssh -G` to a new file (0600) that has the same meaning for ssh. Returns whether ssh can
+    read it."""
     text = "".join(f"{line}\n" for line in map(_line, output.splitlines()) if line)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
         file.write(text)
@@ -25,7 +27,7 @@ def freeze(output: str, path: Path) -> bool:
 
 
 def _line(line: str) -> str:
-    """One line with the quotes that `ssh -G` leaves out; "" for one that is not needed. It holds for every host."""
+    """One line, with the quotes that `ssh -G` leaves out; "" for an unneeded line. The result applies to every host."""
     key, _, value = line.partition(" ")
     if key == "host" or re.fullmatch(_LEFT_OUT, key):
         return ""

@@ -1,4 +1,4 @@
-"""Whether the key that a host shows is to be trusted: the files, the options, and the person decide."""
+"""Decides whether to trust a host's key, by the known_hosts files, the options and the person."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deployer.transport.ssh.known_hosts import (
 from deployer.transport.ssh.ssh_config import DEFAULT_PORT, SshOptions
 
 Ask = Callable[[Callable[[], bool]], bool]
-"""Runs a question where a person can answer it."""
+"""Runs a question in the thread that can ask the person."""
 
 
 class HostKeys:
@@ -42,11 +42,11 @@ class HostKeys:
 
     @property
     def types(self) -> list[str]:
-        """Key types to ask the host for first: those it is known by."""
+        """Key types to request from the host first: those of its known keys."""
         return [key.key_type for key in [*self.known, *self.portless] if not key.marker]
 
     def check(self, key_type: str, blob: bytes, *, accept_new: bool, ask: Ask | None) -> None:
-        """Returns when the key is trusted, having written it down when it is new. ConnectError otherwise."""
+        """Returns if the key is trusted; records it if it is new. Otherwise raises ConnectError."""
         verdict, lines = judge(self.known, blob)
         if verdict is Verdict.UNKNOWN:
             verdict, lines = self._judge_without_port(blob)
@@ -59,7 +59,7 @@ class HostKeys:
             self._meet(key_type, blob, accept_new=accept_new, ask=ask)
 
     def _judge_without_port(self, blob: bytes) -> tuple[Verdict, list[KnownKey]]:
-        """As ssh does: a line for the bare host name vouches for a port too, but does not contradict."""
+        """Like ssh: a line for the bare host name can confirm the key of another port, but cannot contradict it."""
         verdict, lines = judge(self.portless, blob)
         return (Verdict.UNKNOWN, []) if verdict is Verdict.CHANGED else (verdict, lines)
 
@@ -119,7 +119,8 @@ class HostKeys:
 
 
 def is_revoked_by(path: Path, key_type: str, blob: bytes) -> bool:
-    """Whether a RevokedHostKeys file (keys, or a KRL) holds this key; as in ssh, an unreadable one revokes all."""
+    """Whether a RevokedHostKeys file (keys, or a KRL) contains this key. As in ssh, an unreadable file revokes all
+    keys."""
     line = f"{key_type} {base64.b64encode(blob).decode('ascii')}\n"
     try:
         content = path.read_bytes()

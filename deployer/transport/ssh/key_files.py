@@ -1,4 +1,4 @@
-"""What a private key file says about itself, read without its passphrase and without an SSH library."""
+"""Facts about a private key file, read without its passphrase and without an SSH library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LockedKey(UnusableKey):
 
 
 def check_key_file(path: Path) -> None:
-    """Returns for a private key that can be used as it is. LockedKey, or UnusableKey with the reason."""
+    """Returns if the private key can be used without a passphrase. Raises LockedKey, or UnusableKey with the reason."""
     try:
         text = path.read_text(encoding="ascii")
         key_type(text)
@@ -31,7 +31,7 @@ def check_key_file(path: Path) -> None:
     except OSError as error:
         raise UnusableKey(error.strerror or str(error)) from None
     mode = stat.S_IMODE(info.st_mode)
-    if info.st_uid == os.getuid() and mode & 0o077:  # as ssh, which takes no such file
+    if info.st_uid == os.getuid() and mode & 0o077:  # like ssh, which rejects such a file
         raise UnusableKey(f"its mode {mode:04o} opens it to others: chmod 600 it")
     if _is_locked(text):
         raise LockedKey("it has a passphrase and there is no terminal to ask on: ssh-add it")
@@ -45,18 +45,18 @@ def _is_locked(text: str) -> bool:
 
 
 def key_label(name: str, kind: str, *, from_agent: bool = False) -> str:
-    """How an offered key is told: its file, or what the agent calls it, and its type as ssh shows it."""
+    """An offered key as shown to the user: its file name or the agent's name for it, and its type as ssh shows it."""
     short = "ECDSA" if kind.startswith("ecdsa") else kind.removeprefix("ssh-").upper()
     return f"{name} ({short}{', agent' if from_agent else ''})"
 
 
 def agent_trouble(path: str, error: Exception) -> str:
-    """How an agent that cannot be asked is told among the keys that cannot be used."""
+    """An unreachable agent, as shown in the list of unusable keys."""
     return f"agent at {path} ({getattr(error, 'strerror', None) or error})"
 
 
 def key_type(text: str) -> str:
-    """The type of a private key file, read without its passphrase. UnusableKey when it is none."""
+    """The type of a private key file, read without its passphrase. Raises UnusableKey if it is not one."""
     header = re.search(r"-----BEGIN ([A-Z0-9 ]*)PRIVATE KEY-----", text)
     if header is None:
         hint = "convert it with puttygen -O private-openssh" if text.startswith("PuTTY") else "it is no private key"
@@ -69,7 +69,8 @@ def key_type(text: str) -> str:
 
 
 def public_blob(path: Path) -> bytes | None:
-    """The public half of a key file, private (without its passphrase) or public; None when it cannot be told."""
+    """The public half of a private key file (read without its passphrase) or of a public one; None if it cannot be
+    read."""
     try:
         text = path.read_text(encoding="utf-8")
         if "BEGIN OPENSSH PRIVATE KEY" in text:
@@ -103,7 +104,7 @@ def first_string(data: bytes) -> bytes:
 
 
 def blob_type(blob: bytes | None) -> str:
-    """The type of a public key, such as `ssh-ed25519`; "" when there is none."""
+    """The type of a public key, such as `ssh-ed25519`; "" for None."""
     try:
         return first_string(blob or b"").decode("ascii", "replace")
     except struct.error:

@@ -1,6 +1,6 @@
-"""OpenSSH's known_hosts files: which keys a host is known by, and what a shown key means.
+"""OpenSSH's known_hosts files: the known keys of a host, and whether its current key is one of them.
 
-Only lines of our host are ever parsed: a hashed line costs one HMAC, so thousands of them cost milliseconds.
+Only lines about our host are parsed. A hashed line costs one HMAC, so thousands of them cost milliseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deployer.transport.ssh.ssh_config import DEFAULT_PORT, SshOptions
 
 @dataclass(frozen=True)
 class KnownKey:
-    """One line that is about our host."""
+    """One line about our host."""
 
     marker: str
     """`""`, `@revoked` or `@cert-authority`."""
@@ -35,7 +35,7 @@ class KnownKey:
 
 
 class Verdict(Enum):
-    """What a host's key is to us."""
+    """How a host's key compares with the known keys."""
 
     KNOWN = "known"
     UNKNOWN = "unknown"
@@ -52,7 +52,7 @@ def host_name_in_files(options: SshOptions) -> str:
 
 
 def read_known_keys(files: Iterable[Path], name: str) -> list[KnownKey]:
-    """Lines of these files that are about `name`. Files that are missing or unreadable count as empty."""
+    """The lines of these files that are about `name`. Missing or unreadable files count as empty."""
     found = []
     for path in files:
         try:
@@ -67,7 +67,7 @@ def read_known_keys(files: Iterable[Path], name: str) -> list[KnownKey]:
 
 
 def parse_line(text: str, name: str, *, path: Path, number: int) -> KnownKey | None:
-    """The key of one line when the line is about `name`, else None; a line that cannot be read is None."""
+    """The key in one line; None if the line is about another host or cannot be read."""
     fields = text.split()
     marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
     if len(fields) < 3 or fields[0].startswith("#") or not matches(fields[0], name):
@@ -112,7 +112,8 @@ def _matches_hash(field: str, name: str) -> bool:
 
 
 def judge(known: Sequence[KnownKey], blob: bytes) -> tuple[Verdict, list[KnownKey]]:
-    """What the shown key is, and the lines that say so. A host known by other keys only has changed."""
+    """The verdict on the host's key, and the lines that it is based on. If only other keys of the host are known, its
+    key has changed."""
     revoked = [key for key in known if key.marker == "@revoked" and key.blob == blob]
     if revoked:
         return Verdict.REVOKED, revoked
@@ -130,7 +131,7 @@ def fingerprint(blob: bytes) -> str:
 
 
 def append_known_host(path: Path, name: str, *, key_type: str, blob: bytes, hashed: bool = False) -> None:
-    """Writes one line; makes the file (0600) and its folder (0700) when they are missing."""
+    """Writes one line. Creates the file (0600) and its folder (0700) if they are missing."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     field = hash_name(name, os.urandom(20)) if hashed else name
     line = f"{field} {key_type} {base64.b64encode(blob).decode('ascii')}\n"

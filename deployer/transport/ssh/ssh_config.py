@@ -1,4 +1,4 @@
-"""What OpenSSH's own configuration says about an address, asked from `ssh -G`."""
+"""The settings that OpenSSH's configuration gives for an address, read from `ssh -G`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEFAULT_GLOBAL_HOSTS = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2"
 
 @dataclass(frozen=True)
 class SshOptions:
-    """All that is needed to connect to one host; `jump` is the host that the connection goes through."""
+    """All settings needed to connect to one host; `jump` is the host that the connection goes through."""
 
     alias: str
     hostname: str
@@ -42,7 +42,7 @@ class SshOptions:
     revoked_host_keys: Path | None = None
     host_key_alias: str | None = None
     strict_host_key: str = "ask"
-    """`ask`, `yes` (unknown keys are refused) or `accept-new`; OpenSSH's `no` counts as `accept-new`."""
+    """`ask`, `yes` (refuse unknown keys) or `accept-new`; OpenSSH's `no` counts as `accept-new`."""
     hash_known_hosts: bool = False
     jump: SshOptions | None = None
     proxy_command: str | None = None
@@ -55,18 +55,18 @@ class SshOptions:
     certificate_files: tuple[Path, ...] = ()
     gssapi: bool = False
     control_path: str | None = None
-    """Where the user's own ControlMaster would listen, `%C` and the like not expanded."""
+    """The path where the user's own ControlMaster would listen, without expanding `%C` and the like."""
     known_hosts_command: bool = False
     proxy_passes_socket: bool = False
     alive_every_s: float = 0.0
-    """ServerAliveInterval; 0: the user has set none."""
+    """ServerAliveInterval in seconds; 0: not set by the user."""
     alive_count: int = 3
     tcp_keepalive: bool = True
     connection_attempts: int = 1
     as_read: str = ""
-    """What `ssh -G` printed, where reading the configuration runs commands of the user's (`Match exec`)."""
+    """The output of `ssh -G`, if reading the configuration runs the user's commands (`Match exec`)."""
     resets: tuple[str, ...] = ()
-    """`Keyword=value` for settings of the user's that would change what our `ssh HOST COMMAND` does."""
+    """`Keyword=value` for the user's settings that would change the effect of our `ssh HOST COMMAND`."""
 
     @property
     def hops(self) -> tuple[SshOptions, ...]:
@@ -75,7 +75,7 @@ class SshOptions:
 
     @property
     def dead_after_s(self) -> float:
-        """Silence of the server after which the user gives the connection up; 0: the user has not said."""
+        """Seconds without an answer after which the user's settings give the connection up; 0: not set."""
         return self.alive_every_s * self.alive_count
 
     @property
@@ -92,11 +92,11 @@ def resolve(
     config_file: str | None = None,
     connect_timeout_s: float | None = None,
 ) -> SshOptions:
-    """The options by which `ssh` itself would connect, asked from `ssh -G`; a short list of them where no ssh exists.
+    """The options that `ssh` itself would use, read from `ssh -G`; without ssh on this machine, a short list of them.
 
     `ssh_key` is offered to the target (not to its jump hosts) before the identity files of the configuration, as by
-    `ssh -i`, and no others; `connect_timeout_s` replaces the ConnectTimeout of all. UsageError when the key file is
-    missing or ssh rejects its configuration.
+    `ssh -i`, and no other keys are. `connect_timeout_s` replaces the ConnectTimeout of all hosts. Raises UsageError if
+    the key file is missing or ssh rejects its configuration.
     """
     key = key_path(ssh_key)
     config_file = target.config or chosen_config(config_file)
@@ -147,17 +147,17 @@ def ssh_argv(*flags: str, target: Target, config_file: str | None, jump: str | N
 
 
 def key_flags(key: Path | None) -> list[str]:
-    """The options of ssh for a key of our own: it is offered first, and no key but those that are named."""
+    """The options of ssh for a key from the command line: it is offered first, and only named keys are offered."""
     return [] if key is None else ["-i", _quoted(key), "-o", "IdentitiesOnly=yes"]
 
 
 def _quoted(path: Path) -> str:
-    """A path in which ssh expands nothing."""
+    """The path, escaped so that ssh expands nothing in it."""
     return str(path).replace("%", "%%")
 
 
 def _ask_ssh(target: Target, config_file: str | None, *, jump: str | None, key: Path | None) -> tuple[str, bool]:
-    """What `ssh -G` prints, and whether it ran a command for it."""
+    """The output of `ssh -G`, and whether ssh ran a command to produce it."""
     argv = ssh_argv("-G", "-v", *key_flags(key), target=target, config_file=config_file, jump=jump)
     try:
         answer = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False)
@@ -173,7 +173,7 @@ def _ask_ssh(target: Target, config_file: str | None, *, jump: str | None, key: 
 
 
 def parse_settings(output: str) -> dict[str, list[str]]:
-    """What `ssh -G` printed: each lower-case key with its values in order."""
+    """The output of `ssh -G` as a mapping: each key in lower case, with its values in order."""
     settings: dict[str, list[str]] = {}
     for line in output.splitlines():
         key, _, value = line.partition(" ")
@@ -182,7 +182,7 @@ def parse_settings(output: str) -> dict[str, list[str]]:
 
 
 def build_options(target: Target, settings: Mapping[str, Sequence[str]]) -> SshOptions:
-    """SshOptions out of the settings of `ssh -G`, tokens and `~` expanded as OpenSSH does."""
+    """SshOptions from the settings of `ssh -G`, with tokens and `~` expanded as in OpenSSH."""
 
     def one(name: str, default: str = "none") -> str:
         return settings.get(name, [default])[0]
@@ -261,7 +261,7 @@ def _agent_socket(value: str, tokens: Mapping[str, str]) -> str | None:
 
 
 def _split_paths(value: str, tokens: Mapping[str, str]) -> tuple[Path, ...]:
-    """The files of one line of `ssh -G`, which loses quotes: a space belongs to a name unless a path follows it."""
+    """The files in one line of `ssh -G`, which loses quotes: a space belongs to a name unless a path follows it."""
     if value.lower() == "none":
         return ()
     return tuple(_expand_path(part, tokens) for part in re.split(r" (?=[/~%$])", value) if part != "/dev/null")
@@ -296,7 +296,7 @@ def _expand_path(text: str, tokens: Mapping[str, str]) -> Path:
 
 
 def _home() -> Path:
-    """The home that OpenSSH uses: the account's, whatever HOME says."""
+    """The home folder that OpenSSH uses: the account's, even if HOME differs."""
     try:
         import pwd
 

@@ -1,4 +1,4 @@
-"""Whom `--ssh` means: the address that the user typed."""
+"""The host that `--ssh` names, as the user typed it."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ from dataclasses import dataclass, replace
 from deployer.errors import UsageError
 
 _FORBIDDEN = frozenset("'\"`$\\;&<>|(){}[]%/,*?!#")
-"""What OpenSSH refuses in a host name, and what would be a pattern or a token in its files."""
+"""Characters that OpenSSH refuses in a host name, or that would be a pattern or a token in its files."""
 
 
 _FLAGS = "1246AaCfGgKkMNnqsTtVvXxYyB:b:c:D:E:e:F:I:i:J:L:l:m:O:o:P:p:Q:R:S:W:w:"
-"""The options of ssh, as getopt has them."""
+"""The options of ssh, in getopt's form."""
 _OPTIONS = (
     "addressfamily bindaddress connectionattempts connecttimeout hostname identitiesonly identityfile port proxyjump "
     "serveralivecountmax serveraliveinterval stricthostkeychecking tcpkeepalive user userknownhostsfile"
 )
-"""What `-o` may set. What runs a command here belongs into the user's own file; the rest would have no effect."""
+"""The keywords that `-o` may set. Keywords that run a command on this machine belong in the user's own file; the rest
+would have no effect."""
 
 _SHORT = {"-J": "ProxyJump=", "-b": "BindAddress=", "-4": "AddressFamily=inet", "-6": "AddressFamily=inet6"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """An address as typed: `host` may be an alias of ssh_config. None means that the configuration decides."""
+    """An address as typed: `host` may be an alias from ssh_config. None: the configuration decides."""
 
     host: str
     user: str | None
     port: int | None
     text: str
     key: str | None = None
-    """The file after `-i`."""
+    """The file given with `-i`."""
     config: str | None = None
-    """The file after `-F`."""
+    """The file given with `-F`."""
     flags: tuple[str, ...] = ()
-    """`-o` for ssh, each with its `Keyword=value`."""
+    """`-o` options for ssh, each with its `Keyword=value`."""
     ignored: tuple[str, ...] = ()
-    """What of a whole ssh command has no effect here: forwards and the like."""
+    """The parts of a whole ssh command that have no effect here, such as forwards."""
 
     @property
     def address(self) -> str:
-        """The shortest text that means the same; `key` and `ignored` are not in it."""
+        """The shortest text with the same meaning, without `key` and `ignored`."""
         host = f"[{self.host}]" if ":" in self.host and self.port is not None else self.host
         user = f"{self.user}@" if self.user is not None else ""
         place = f"{user}{host}" + (f":{self.port}" if self.port is not None else "")
@@ -51,8 +52,8 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """The parts of `[user@]host[:port]`, `[::1]:22`, `user@::1`, `ssh://…` or an alias; or of a whole command as
-    providers print it, `ssh -p 22 -i KEY user@host`. UsageError when it is none."""
+    """Parses `[user@]host[:port]`, `[::1]:22`, `user@::1`, `ssh://…` or an alias; also a whole command as providers
+    print it, `ssh -p 22 -i KEY user@host`. Raises UsageError for other text."""
     if " " in text:
         return _parse_command(text)
     rest = text.removeprefix("ssh://").rstrip("/") if text.startswith("ssh://") else text
@@ -70,13 +71,13 @@ def _parse_command(text: str) -> Target:
     try:
         words = shlex.split(text)
         options, rest = getopt.getopt(words[words[:1] == ["ssh"] :], _FLAGS)
-        more, command = getopt.getopt(rest[1:], _FLAGS)  # ssh takes options behind the host too
+        more, command = getopt.getopt(rest[1:], _FLAGS)  # ssh also takes options after the host
     except (ValueError, getopt.GetoptError) as error:
         raise UsageError(f"{text!r} is no ssh command: {error}", hint="write [user@]host[:port]") from None
     if not rest:
         raise UsageError(f"{text!r} names no host", hint="write [user@]host[:port] or an alias of ~/.ssh/config")
     options += more
-    given = dict(reversed(options))  # for ssh the first one counts
+    given = dict(reversed(options))  # ssh uses the first value
     target = parse_target(rest[0])
     if "-p" in given:
         target = replace(target, port=_parse_port(given["-p"], text))

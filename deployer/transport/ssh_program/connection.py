@@ -1,7 +1,7 @@
-"""SSH by the system's own `ssh`: whatever its configuration can do, keys on hardware and Kerberos included.
+"""SSH by the system's own `ssh`, with all that its configuration supports, such as hardware keys and Kerberos.
 
-One ssh process holds the connection and listens on a control socket; each stream is another one that goes through it,
-so a person is asked, and a security key touched, once. A live ControlMaster of the user's is used in its place.
+One ssh process holds the connection and listens on a control socket. Each stream is another ssh process that uses it,
+so a person is asked, and a security key touched, only once. A live ControlMaster of the user replaces it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from deployer.transport.ssh_program.stderr import HopFailed, NeedsPerson, SshWor
 
 ALIVE_EVERY_S, ALIVE_COUNT = 15, 2
 PERSON_TIMEOUT_S = 300.0
-"""While a person may have to find a password or a security key."""
+"""Seconds for a step in which a person may have to find a password or a security key."""
 OPEN_TIMEOUT_S = 60.0
 USERS_MASTER_TIMEOUT_S = 5.0
-"""A user's own master that opens no session within this has lost its connection and does not know it yet."""
+"""Seconds; if the user's own master opens no session within them, it has lost its connection and has not noticed
+yet."""
 DYING_S = 1.0
 REAP_AFTER_S = 10.0
 
-# Runs ssh beside a shell that waits for the end of its input, which comes when we end, however we end. A background
-# command ignores the terminal's interrupt, so Ctrl-C does not cost the connection by which the host is told of it.
-# A signal that comes just before ssh waits for something is overlooked by it, so there are two; one that comes in its
-# first moments leaves the socket behind.
+# Runs ssh beside a shell that waits for the end of its input, which comes when we end, for any reason. A background
+# command ignores the terminal's interrupt, so Ctrl-C does not break the connection by which the host learns of it.
+# ssh overlooks a signal that arrives just before it begins to wait, so there are two; after a signal in its first
+# moments, ssh leaves the socket behind.
 _WATCHED = (
     'trap "" INT QUIT; "$@" </dev/null & p=$!; exec 2>/dev/null; '
     'read -r _; kill $p; sleep 1; kill $p; wait $p; rm -f -- "$0"'
@@ -45,7 +46,7 @@ _WATCHED = (
 
 
 class OpenSSHTransport:
-    """A connection to one SSH host. `start_connect` begins it in the background, `connect` waits for it."""
+    """A connection to one SSH host. `start_connect` begins it in the background; `connect` waits for it."""
 
     def __init__(
         self,
@@ -71,12 +72,12 @@ class OpenSSHTransport:
         self._streams: list[SshStream] = []
 
     def start_connect(self) -> None:
-        """Begins to connect unless connected; failures wait for `connect`."""
+        """Begins to connect, unless connected. `connect` raises the errors."""
         if self._attempt is None and not self._users_master and (self._master is None or not self._master.alive(0)):
             self._attempt = Attempt(lambda _: self._connect(ask=False))
 
     def connect(self) -> None:
-        """See Transport. What needs a person is tried again in this thread, where ssh asks at the terminal."""
+        """See Transport. If a person is needed, tries again in this thread, where ssh asks at the terminal."""
         self.start_connect()
         attempt, self._attempt = self._attempt, None
         if attempt is None:
@@ -90,7 +91,7 @@ class OpenSSHTransport:
                 self._connect(ask=True)
 
     def open(self, command: str) -> SshStream:
-        """See Transport. HostError when the server runs no commands."""
+        """See Transport. Raises HostError if the server runs no commands."""
         if self._users_master:
             stream = SshStream(self._argv_over_users_master(command), self)
             if stream.wait_open(USERS_MASTER_TIMEOUT_S):
@@ -107,7 +108,7 @@ class OpenSSHTransport:
         raise self._no_session(stream.stderr_text())
 
     def run_shell(self, command: str | None) -> int:
-        """Runs `command` (None: the login shell) with a terminal there and this one here. Returns its exit status."""
+        """Runs `command` (None: the login shell) with terminals on both sides. Returns its exit status."""
         self.connect()
         if self._users_master:
             argv = self._argv_over_users_master(command, terminal=True)
@@ -136,13 +137,13 @@ class OpenSSHTransport:
             self._master.stop()
 
     def alive(self, timeout_s: float) -> bool:
-        """Whether the connection is there; one that just broke may take `timeout_s` to be known as broken."""
+        """Whether the connection is alive; it may take `timeout_s` to notice that it has just broken."""
         if self._users_master:
             return users_master_lives(self._target, self._config_file)
         return self._master is not None and self._master.alive(timeout_s)
 
     def why_lost(self) -> str:
-        """A sentence on the connection that is gone."""
+        """The error text for a lost connection."""
         reason = self._master.last_words() if self._master is not None else ""
         return f"the connection to {self.description} broke" + (f": {reason}" if reason else "")
 
@@ -155,10 +156,10 @@ class OpenSSHTransport:
             raise self._reason_of_hop(error) from None
 
     def _reason_of_hop(self, failed: HopFailed) -> ConnectError:
-        """Why a jump host let us not through, as it says to who wants nothing but it."""
+        """Why a jump host failed, from a connection to this host alone."""
         hop = failed.hop
         if hop.proxy_command is not None:
-            return failed  # a command of the user's runs once
+            return failed  # the user's command runs only once
         jump = ",".join(_target_of(before).address for before in reversed(hop.hops)) or None
         alone = OpenSSHTransport(
             _target_of(hop), hop, config_file=self._config_file, accept_new_host_key=self._accept_new, jump=jump
@@ -181,7 +182,7 @@ class OpenSSHTransport:
         try:
             words = master.words
             if not words.settled.wait(timeout_s) and words.accepted and has_terminal():
-                words.settled.wait(PERSON_TIMEOUT_S)  # the key is on a token that somebody has to touch
+                words.settled.wait(PERSON_TIMEOUT_S)  # the key is on a token that a person has to touch
             if words.ready:
                 self._tell_new_key(master)
                 return master
@@ -217,7 +218,7 @@ class OpenSSHTransport:
 
     def _alive_options(self) -> list[str]:
         if self.options.alive_every_s:
-            return []  # the user's own
+            return []  # the user's own settings
         return [f"ServerAliveInterval={ALIVE_EVERY_S}", f"ServerAliveCountMax={ALIVE_COUNT}"]
 
     def _argv_over_users_master(self, command: str | None, *, terminal: bool = False) -> list[str]:
@@ -231,12 +232,12 @@ class OpenSSHTransport:
 
 
 def _target_of(options: SshOptions) -> Target:
-    """The address by which the configuration gave these options."""
+    """The address for which the configuration gave these options."""
     return Target(options.alias, options.user, options.port, options.description)
 
 
 def _stream_options(terminal: bool) -> list[str]:
-    """Options of an ssh that goes through a connection which is there already."""
+    """Options of an ssh that uses an existing connection."""
     own = ["RequestTTY=yes", "LogLevel=ERROR"] if terminal else ["RequestTTY=no", "EscapeChar=none", "LogLevel=DEBUG1"]
     return ["ControlMaster=no", "BatchMode=yes", *own]
 
@@ -260,7 +261,7 @@ class _Master:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 env=env,
-                start_new_session=not ask,  # with a terminal ssh asks on it
+                start_new_session=not ask,  # with a terminal, ssh asks on it
             )
         except OSError as error:
             raise ConnectError(f"ssh cannot be started on this machine: {error}") from None
@@ -270,7 +271,7 @@ class _Master:
         self._stderr = Drain(lambda: os.read(stderr.fileno(), 1 << 15), self.words.sift)
 
     def argv(self, host: str, command: str | None, *, terminal: bool = False) -> list[str]:
-        """The ssh that runs a command through this connection, and connects by no other way."""
+        """The ssh command line that runs a command through this connection, and cannot connect in another way."""
         options = [f"ControlPath={self._socket_path}", "ProxyCommand=false", *_stream_options(terminal)]
         argv = ["ssh", "-F", "/dev/null", *_set(options), "--", host]
         return [*argv, *([command] if command is not None else [])]
@@ -286,13 +287,13 @@ class _Master:
         return lines[-1][:200] if lines and self.words.ended.is_set() else ""
 
     def stop(self) -> None:
-        """Ends the connection. The shell that watches us ends ssh."""
+        """Ends the connection: the shell beside ssh ends it."""
         self._stdin.close()
         threading.Thread(target=self._process.wait, name="ssh-reaper", daemon=True).start()
 
 
 def _show(line: str) -> None:
-    """What ssh and the server say while a person logs in."""
+    """Shows the output of ssh and the server while a person logs in."""
     if line.strip():
         notice(shown(without_escapes(line)))
 
@@ -310,7 +311,7 @@ class SshStream(PipeStream):
         return self._closed
 
     def wait_open(self, timeout_s: float) -> bool:
-        """Whether the server has opened the session within the time."""
+        """Whether the server opens the session within this time."""
         self._words.settled.wait(timeout_s)
         return self._words.ready
 
@@ -327,12 +328,13 @@ class SshStream(PipeStream):
         return data
 
     def exit_status(self, timeout_s: float) -> int | None:
-        """See Stream; None also for a process that a signal ended: ssh's 255 may mean that or the status 255."""
+        """See Stream. None also for a process that was ended by a signal: ssh's 255 may mean that, or the status
+        255."""
         code = super().exit_status(timeout_s)
         return None if code == LOST else code
 
     def _broke(self) -> bool:
-        """Whether the connection ended rather than the process its output."""
+        """Whether the connection broke; False if the process closed its output."""
         code = super().exit_status(DYING_S)
         return code is not None and (code == LOST or code > 128) and not self._transport.alive(DYING_S)
 
@@ -350,7 +352,7 @@ class SshStream(PipeStream):
 
 
 def users_master_lives(target: Target, config_file: str | None) -> bool:
-    """Whether a ControlMaster of the user's answers for this target within a second."""
+    """Whether the user's ControlMaster answers for this target within a second."""
     argv = ssh_argv("-O", "check", target=target, config_file=config_file)
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=1.0, check=False)

@@ -1,4 +1,4 @@
-"""A place for control sockets: short enough for an address, and nobody else's."""
+"""Paths for control sockets: short enough for a socket address, in a folder that no other user can access."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from deployer.errors import ConnectError
 MAX_ADDRESS = 104
 """Bytes of a Unix socket's address on the strictest system."""
 BIND_SUFFIX = 17
-"""What ssh appends to the name while it binds."""
+"""Bytes that ssh appends to the name while it binds."""
 
 
 def control_path() -> str:
-    """A path for a new control socket, in a folder of ours (0700). ConnectError when no folder will do."""
+    """A path for a new control socket, in a private folder (0700). Raises ConnectError if no folder is suitable."""
     name = f"tf-{secrets.token_hex(6)}"
     refusals = []
     for folder in _folders():
@@ -44,7 +44,7 @@ def _folders() -> list[Path]:
 
 
 def _make_private(folder: Path) -> None:
-    """OSError when the folder cannot be made, or is a link or somebody else's or open to others."""
+    """Raises OSError if the folder cannot be made, is a link, belongs to another user or is open to others."""
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:

@@ -1,7 +1,7 @@
-"""What the ssh program says on its stderr, and why it could not connect out of that.
+"""Reads the ssh program's stderr, and finds in it why ssh could not connect.
 
-At LogLevel DEBUG1 its own words are kept apart from what else comes on the same pipe; a failure is told in the words
-that the other transport uses too.
+At LogLevel DEBUG1, ssh's own lines are separated from other output on the same pipe. A failure gets the same messages
+as in the other transport.
 """
 
 from __future__ import annotations
@@ -50,33 +50,34 @@ _NO_NEWS = (
 
 
 class SshWords:
-    """Hears one ssh process; `sift` is for a Drain. `settled` is set once the process is logged in, or has ended."""
+    """Parses the stderr of one ssh process; `sift` is for a Drain. `settled` is set when the process has logged in or
+    ended."""
 
     def __init__(self, show: Callable[[str], None] | None = None) -> None:
         self.settled = threading.Event()
         self.ended = threading.Event()
         self.ready = False
-        """Logged in."""
+        """ssh has logged in."""
         self.connected = False
-        """The TCP connection was there."""
+        """The TCP connection was made."""
         self.greeted = False
-        """The server itself has answered, not only a hop before it."""
+        """The target server itself has answered, not only a jump host."""
         self.instead: list[str] = []
-        """What the server said in the place of SSH's first line."""
+        """The lines that the server sent in place of SSH's first line."""
         self.partly = False
-        """A key was taken, and the server wants something else besides."""
+        """The server accepted a key, but demands another method too."""
         self.host_key = ""
-        """Type and fingerprint of the key that the server showed."""
+        """Type and fingerprint of the server's host key."""
         self.offered: list[tuple[str, str, bool]] = []
-        """Name, type as ssh shows it, and whether it is the agent's."""
+        """For each offered key: name, type as ssh shows it, and whether it comes from the agent."""
         self.accepted = ""
-        """The last key that the server would take."""
+        """The last key that the server would accept."""
         self.methods: list[str] = []
         self._show = show
         self._rest = b""
 
     def sift(self, data: bytes) -> bytes:
-        """Takes what came, b"" at the end; returns what is not of ssh's own debugging."""
+        """Takes new output, b"" at the end; returns the part that is not ssh's own debug output."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         kept = b"".join(line + b"\n" for line in lines if self._is_news(line))
         if not data or len(self._rest) > MAX_LINE:
@@ -131,40 +132,41 @@ _OWN = (
     r"|^Permissions \d|^It is required that your private|^This private key will be ignored"
     r"|sign_and_send_pubkey|no such identity: |Warning: Permanently added"
 )
-"""Lines that are ssh's own, not the server's or a ProxyCommand's."""
+"""Lines of ssh itself, not of the server or a ProxyCommand."""
 _MISMATCH = r"Unable to negotiate .*?: no matching (.+?)(?: (?:method|type))? found\. Their offer: (\S+)"
 _KINDS = {"key exchange": "key exchange method", "host key": "host key type", "cipher": "cipher", "MAC": "MAC"}
 
 
 def _foreign(said: str) -> str:
-    """What somebody else than ssh said: a server's banner and its reason to hang up, a ProxyCommand's complaint."""
+    """Text that is not from ssh itself: a server's banner, its reason to hang up, a ProxyCommand's error."""
     lines = [line for line in said.splitlines() if line.strip() and not re.search(_OWN, line)]
     goodbyes = re.findall(r"(?m)^Received disconnect from .*?:\d+: (.*)$", said)
     return "\n".join([*lines, *goodbyes])
 
 
 class NeedsPerson(LoginRefused):
-    """A login that may succeed when somebody can be asked for a password, a passphrase, a PIN, or about a key."""
+    """A login that may succeed if a person can be asked for a password, a passphrase or a PIN, or about a key."""
 
 
 class UnknownKey(NeedsPerson, HostKeyError):
-    """The host's key is not known, and somebody can be asked."""
+    """The host's key is not known, and a person could be asked about it."""
 
     code = HostKeyError.code
 
 
 class HopFailed(ConnectError):
-    """A jump host failed. ssh tells less of it than of the target, so it is asked alone for the reason."""
+    """A jump host failed. ssh reports less about it than about the target, so a connection to it alone finds the
+    reason."""
 
     hop: SshOptions
     before: SshOptions
 
 
 def explain_ssh(text: str, words: SshWords, options: SshOptions, *, asked: bool) -> ConnectError:
-    """The error for an ssh process that ended before it was logged in; `text` is what it and its hops said.
+    """The error for an ssh process that ended before it had logged in; `text`: output of the process and its hops.
 
-    Every ssh of a chain whose way on has closed says so, so their number tells which of the hops failed. `asked`: a
-    person could be asked.
+    Each ssh of a chain prints a line when its onward connection has closed, so the number of lines shows which hop
+    failed. `asked`: a person could be asked.
     """
     said = without_escapes(text)
     parties = [options, *options.hops]
@@ -183,7 +185,7 @@ def explain_ssh(text: str, words: SshWords, options: SshOptions, *, asked: bool)
 
 
 def explain_late(words: SshWords, text: str, options: SshOptions, *, timeout_s: float) -> ConnectError:
-    """The error for an ssh process that was not logged in in time."""
+    """The error for an ssh process that did not log in in time."""
     if words.greeted:
         return explain_stalled_login(where=options.description, timeout_s=timeout_s)
     if options.hops:
@@ -270,7 +272,8 @@ def _explain_refusal(foreign: str, words: SshWords, party: SshOptions, *, method
 
 
 def _unusable_files(party: SshOptions, *, held: list[str]) -> dict[str, str]:
-    """Identity files from which ssh could offer no key without a person, and why; `held`: those that the agent has."""
+    """Identity files whose key ssh could not offer without a person, with the reason; `held`: names of keys that the
+    agent has."""
     reasons = {}
     for path in party.identity_files:
         if path.is_file() and str(path) not in held:
@@ -282,7 +285,7 @@ def _unusable_files(party: SshOptions, *, held: list[str]) -> dict[str, str]:
 
 
 def _trouble_with_agent(party: SshOptions) -> list[str]:
-    """What keeps the agent from being asked."""
+    """Why the agent cannot be reached."""
     if party.identity_agent is None:
         return []
     try:

@@ -1,6 +1,6 @@
-"""Another tool's task as a task file: what both readers share, and how it is written. Pure.
+"""Another tool's task as a task file: the common parts of both readers, and the output format. Pure.
 
-A key that has no counterpart is never dropped in silence: it becomes a note, with the reason.
+A key without a counterpart is never dropped silently: it becomes a note, with the reason.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ ONE_HOST = "a job runs on one host"
 
 @dataclass
 class Written:
-    """A task file as it is put together."""
+    """A task file under construction."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """By key of a task."""
+    """Values by the key of a task."""
     notes: list[tuple[str, str]] = field(default_factory=list)
-    """Of the other tool's file: a key, and why it is not here, or how it is."""
+    """Notes on the other tool's file: a key, and why it is missing here, or how it was converted."""
 
     def note(self, key: str, why: str) -> None:
         self.notes.append((key, why))
 
     def notes_of(self, given: Mapping[str, object], reasons: Mapping[str, str], prefix: str = "") -> None:
-        """A note for each key that is given and says anything: its reason, or that nobody knows it."""
+        """Adds a note for each key that has a value: its reason, or that it is not known."""
         for name, value in given.items():
             if value not in (None, "", False, "false", [], {}):
                 self.note(f"{prefix}{name}", reasons.get(name, "not known here"))
@@ -60,7 +60,7 @@ class Written:
             self.values["gpus"] = f"auto:{count}"
 
     def variable(self, key: str, name: str, value: str | None) -> None:
-        """A variable of the job; without a value a secret, which is taken from the shell."""
+        """A variable of the job. Without a value it is a secret, which is taken from the shell."""
         if not ENV_NAME.fullmatch(name):
             self.note(f"{key}.{name}", "not a name of an environment variable")
         elif name in LAUNCHER_NAMES or name.startswith("TORCHFERRY_"):
@@ -82,7 +82,7 @@ class Written:
         self.values["run"] = text
 
     def set_variables(self, known: Mapping[str, str], prefix: str, hints: Mapping[str, str]) -> None:
-        """The other tool's own variables that the texts use: those that have one value on one host get it."""
+        """Sets the other tool's own variables that the texts use, if they have a fixed value on one host."""
         texts = "\n".join(str(self.values.get(key, "")) for key in ("setup", "run"))
         for name in sorted(set(re.findall(rf"\b{prefix}_[A-Z_]+\b", texts))):
             if name in known and name not in self.values.get("env", {}):
@@ -93,7 +93,7 @@ class Written:
                 self.note(f"${name}", hints.get(name, "nobody sets it here"))
 
     def local_file(self, key: str, path: str, there: str, exists: Callable[[str], bool]) -> None:
-        """A file or folder of this machine that the other tool brings to `there`."""
+        """A local file or folder that the other tool copies to `there`."""
         plain = os.path.normpath(path)
         if plain == ".":
             self.note(key, FOLDER)
@@ -105,7 +105,7 @@ class Written:
 
 
 def plain(value: object) -> Any:
-    """A value of a YAML file as texts, lists and mappings; None for nothing."""
+    """A value of a YAML file as texts, lists and mappings; None for null."""
     if isinstance(value, Word):
         return None if value.text in NULL_WORDS else value.text
     if isinstance(value, Mapping):
@@ -114,14 +114,14 @@ def plain(value: object) -> Any:
 
 
 def text_at(key: str, value: object) -> str:
-    """A text. ConfigError for a list or a mapping."""
+    """The value as text. Raises ConfigError for a list or a mapping."""
     if isinstance(value, list | dict):
         raise ConfigError(f"{key} is a {'list' if isinstance(value, list) else 'mapping'}, expected text")
     return str(value)
 
 
 def mapping_at(key: str, value: object) -> dict[str, Any]:
-    """The mapping; an empty one for null."""
+    """The value as a mapping; null becomes an empty one."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -130,7 +130,7 @@ def mapping_at(key: str, value: object) -> dict[str, Any]:
 
 
 def list_at(key: str, value: object) -> list[Any]:
-    """The list; a single value becomes a list of one."""
+    """The value as a list; a single value becomes a list of one."""
     if value is None:
         return []
     if isinstance(value, dict):
@@ -142,7 +142,7 @@ def list_at(key: str, value: object) -> list[Any]:
 
 
 def render(task: Written, head: str) -> str:
-    """The task file. Keys that could not be translated are comments in it."""
+    """The text of the task file. Keys that could not be translated become comments."""
     lines = [f"# {shown(head)}"]
     for row in TASK_KEYS:
         if row.name in task.values:
@@ -164,6 +164,6 @@ def _entry(name: str, value: object) -> str:
         try:
             if yaml.safe_load(block) == {name: value}:
                 return block
-        except yaml.YAMLError:  # what no literal block holds
+        except yaml.YAMLError:  # a text that cannot be a literal block
             pass
     return dump_yaml({name: value}).rstrip("\n")

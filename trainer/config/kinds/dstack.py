@@ -46,7 +46,8 @@ _HINTS = {"DSTACK_RUN_NAME": "nobody sets it here; TORCHFERRY_JOB_ID is the job'
 
 
 def from_dstack(tree: Mapping[str, object], exists: Callable[[str], bool]) -> Written:
-    """The task file. `exists`: whether a path is here. ConfigError for what is no task, or cannot be read."""
+    """The task file. `exists`: whether a path exists here. Raises ConfigError for a file that is not a task or cannot
+    be read."""
     task, given = Written(), plain(tree)
     kind = given.pop("type", None)
     if kind != "task":
@@ -93,7 +94,7 @@ def _commands(task: Written, commands: list[Any], shell: object, image: object) 
 
 
 def _resources(task: Written, given: dict[str, Any]) -> int:
-    """How many GPUs are asked for."""
+    """The number of requested GPUs."""
     gpu = given.pop("gpu", None)
     task.notes_of(given, _RESOURCES, "resources.")
     if gpu is None:

@@ -1,6 +1,6 @@
-"""Which kind of file a YAML file is, by the keys that it has: ours, or another tool's. One answer for every command.
+"""The kind of a YAML file, by its keys: ours, or another tool's. All commands use this decision.
 
-Pure: what decides is a table. To teach it a kind, add a row to KINDS.
+Pure: a table decides. To add a kind, add a row to KINDS.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from trainer.schema import Config
 Tree = Mapping[str, object]
 CONFIG, TASK, SKYPILOT, DSTACK, ACCELERATE = "config", "task", "skypilot", "dstack", "accelerate"
 MOST_KEYS = 8
-"""So many of a file's keys are named in an error."""
+"""An error names at most this many of a file's keys."""
 
 
 class Kind(NamedTuple):
-    """A kind of file. `marks` gives the keys by which a file shows that it is one; none: it is not."""
+    """A kind of file. `marks` returns the keys that show that a file is of this kind; if empty, it is not."""
 
     name: str
     what: str
     needs: str
-    """What makes a file one, in words."""
+    """The keys that a file of this kind has, in words."""
     marks: Callable[[Tree], list[str]]
     hint: str
-    """What to do with a file of it where another kind is wanted; `{file}` is the file, `{program}` the deployer."""
+    """What to do with such a file where another kind is expected; `{file}` is the file, `{program}` the deployer."""
 
 
 class Found(NamedTuple):
@@ -99,7 +99,7 @@ def _of_trl(tree: Tree) -> list[str]:
 
 
 def text_of(value: object) -> str:
-    """What a scalar says; empty for nothing, a list or a mapping."""
+    """The text of a scalar; empty for null, a list or a mapping."""
     return value.text if isinstance(value, Word) else value if isinstance(value, str) else ""
 
 
@@ -131,15 +131,16 @@ _BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 def fitting(tree: Tree) -> dict[str, list[str]]:
-    """The kinds that a file may be, each with the keys that say so."""
+    """The kinds that a file may be, each with the keys that indicate it."""
     found = {kind.name: kind.marks(tree) for kind in KINDS}
     return {name: marks for name, marks in found.items() if marks}
 
 
 def read_kind(path: str | Path, *, named: str | None = None) -> Found:
-    """Which kind the file is, `named` where the command line says so, and what it says.
+    """The kind of the file, or `named` from the command line, and the file's content.
 
-    A file that is no YAML is a config, and is not read here. ConfigError for a file that fits no kind, or several.
+    A file that is not YAML is a config, and is not read here. Raises ConfigError for a file that fits no kind, or
+    several.
     """
     path = Path(path)
     if named is not None and named not in NAMES:
@@ -162,9 +163,9 @@ def read_kind(path: str | Path, *, named: str | None = None) -> Found:
 
 
 def expect(found: Found, path: str | Path, *wanted: str, program: str = "deploy.py") -> Found:
-    """The file, when it is of a kind that is wanted. ConfigError that says which command takes it otherwise.
+    """The file, if it is of an accepted kind. Otherwise raises ConfigError, which names the command for this kind.
 
-    `program`: what the deployer is called by.
+    `program`: the deployer's name on the command line.
     """
     if found.kind not in wanted:
         kind = _BY_NAME[found.kind]

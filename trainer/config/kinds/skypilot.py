@@ -56,7 +56,7 @@ _HINTS = {
 
 
 def from_skypilot(tree: Mapping[str, object], exists: Callable[[str], bool]) -> Written:
-    """The task file. `exists`: whether a path is here. ConfigError for what cannot be read."""
+    """The task file. `exists`: whether a path exists here. Raises ConfigError for a file that cannot be read."""
     task, given = Written(), plain(tree)
     if (name := given.pop("name", None)) is not None:
         task.name(text_at("name", name))
@@ -84,7 +84,7 @@ def from_skypilot(tree: Mapping[str, object], exists: Callable[[str], bool]) -> 
 
 
 def _resources(task: Written, given: dict[str, Any]) -> int:
-    """How many GPUs are asked for."""
+    """The number of requested GPUs."""
     found = given.pop("accelerators", None)
     for several in ("any_of", "ordered"):
         choices = [choice for choice in list_at(several, given.get(several)) if isinstance(choice, dict)]

@@ -1,4 +1,4 @@
-"""A task file's values, in the types of their keys; the program that its `run` is."""
+"""The values of a task file, in the types of their keys, and the program in its `run`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from trainer.config.kinds.task_keys import BY_NAME, RUN, TaskKey, is_given, unkn
 from trainer.errors import ConfigError, raise_all
 
 _OF_A_SHELL = re.compile(r"[|&;<>()$`*?\[\]#~!{}\n]|\\\n")
-"""What a shell reads as more than words, and no quotes or backslashes."""
+"""Characters that make a text more than words for a shell, without quotes and backslashes."""
 _WORDS_OF_A_SHELL = frozenset(
     (".", "alias", "cd", "eval", "exec", "export", "set", "source", "ulimit", "umask", "unset")
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _SHEBANG = re.compile(r"#!\s*(?:\S*/)?(?:env\s+)?(\S+)[ \t]*([^\n]*)(?:\n|\Z)")
 _SET = re.compile(r"-[aefuvx]+|-[aefuvx]*o [a-z]+")
-"""Options of a shell that `set` takes too."""
+"""Options of a shell that `set` accepts too."""
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
 _ITS_ARGUMENTS = re.compile(r"\$(?:[@*1-9]|\{[@*1-9])")
 
 
 class Program(NamedTuple):
-    """What a task runs: `words`, or where there are none a `text` for a shell."""
+    """The program of a task: `words`, or without them a `text` for a shell."""
 
     words: tuple[str, ...] = ()
     text: str = ""
@@ -34,19 +34,19 @@ class Program(NamedTuple):
 
     @property
     def takes_arguments(self) -> bool:
-        """Whether words that are given besides get anywhere."""
+        """Whether additional words reach the program."""
         return bool(self.words) or _ITS_ARGUMENTS.search(self.text) is not None
 
 
 class TaskFile(NamedTuple):
     program: Program
     words: Mapping[str, bool | list[str]]
-    """By key, what its option is given: a word, or one for each entry; a flag's value."""
+    """By key, the values for its option: a word, or one for each entry; for a flag, true or false."""
     places: Places
 
 
 def read_task(tree: Mapping[str, object], places: Places) -> TaskFile:
-    """The values of a task file. ConfigError with all that is wrong."""
+    """The values of a task file. Raises ConfigError with all errors."""
     wrong, found = Wrong(), {}
     program = Program()
     for name, value in tree.items():
@@ -85,7 +85,7 @@ def _variable(row: TaskKey, name: str, places: Places) -> str:
 
 
 def read_program(value: object, places: Places) -> Program:
-    """What `run` says: a list is words; a text is a shell's command, or words where it has no syntax of a shell."""
+    """The program in `run`: a list is words. A text is a shell's command, or words if it has no shell syntax."""
     place = places.of(RUN)
     if isinstance(value, list):
         words = tuple(fit(value, list[str], RUN, places=places))

@@ -1,6 +1,6 @@
-"""The keys of a task file, which runs any program: one row each. A new one is a row here, and an option of `run`.
+"""The keys of a task file, which runs any program: one row each. A new key needs a row here, and an option of `run`.
 
-What a key's value means is what its option means: the deployer reads it with that option's own type.
+A key's value has the same meaning as its option's: the deployer reads it with the type of that option.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from trainer.errors import ConfigError
 
 
 class TaskKey(NamedTuple):
-    """One key. `kind`: what its value is in the file; `option`: of `run`, in whose words it is read."""
+    """One key. `kind`: the type of its value in the file; `option`: the option of `run` that parses the value."""
 
     name: str
     kind: Any
     option: str
     about: str
     aliases: tuple[str, ...] = ()
-    """What people write in its place who come from other tools; an error then names the key."""
+    """Names of this key in other tools; the error for one of them names the key."""
     joined: bool = False
-    """Its option takes a list in one word, with commas."""
+    """Its option takes a list as one word, with commas."""
 
 
 RUN = "run"
@@ -110,7 +110,7 @@ BY_NAME = {row.name: row for row in TASK_KEYS}
 
 
 def render_table() -> list[str]:
-    """The rows of docs/tasks.md."""
+    """The rows of the table in docs/tasks.md."""
     words = {str: "text", int: "a whole number", bool: "true or false", list[str]: "a list"}
     words[dict[str, str]] = "a mapping"
     rows = [(row, "a list or text" if row.joined or row.name == RUN else words[row.kind]) for row in TASK_KEYS]
@@ -118,7 +118,7 @@ def render_table() -> list[str]:
 
 
 def is_given(value: object) -> bool:
-    """Whether a key says anything: not one whose value is commented out."""
+    """Whether a key has a value: false if its value is commented out."""
     return value is not None and not (isinstance(value, Word) and value.text in NULL_WORDS)
 
 
@@ -136,5 +136,5 @@ def unknown_task_key(name: str, places: Places) -> ConfigError:
 
 
 def is_program(tree: Mapping[str, object]) -> bool:
-    """Whether `run` is a task's, and not the section of a config."""
+    """Whether `run` is a task's, not the section of a config."""
     return RUN in tree and not isinstance(tree[RUN], Mapping) and is_given(tree[RUN])

@@ -1,6 +1,7 @@
-"""The micro-batches of every rank, made of the rows of a step; pure. Any rank can tell what the others run.
+"""Divides the rows of a step into the micro-batches of every rank; without side effects, so each rank can compute the
+others' too.
 
-All ranks get the same number of micro-batches, for a forward that only some of them run would hang the rest.
+All ranks get the same number of micro-batches, because a forward that only some of them run would hang the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trainer.data.tokenize.chat import Encoded
 
 
 class Ranks(Protocol):
-    """What is needed of `trainer.dist.Dist`."""
+    """The part of `trainer.dist.Dist` that is used here."""
 
     @property
     def rank(self) -> int: ...
@@ -39,7 +40,7 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Positions, padding included: what it costs."""
+        """The number of positions including padding, which determines the cost."""
         return self.num_rows * self.length
 
 

@@ -16,7 +16,7 @@ from trainer.batch import IGNORE
 from trainer.data.tokenize.chat import Encoded
 
 BUFFER_DOCS = 4096
-"""Documents that are sorted into rows together; beyond it the order of reading holds."""
+"""The number of documents that are packed into rows together; groups stay in the order of reading."""
 
 Plan = list[list[int]]
 """Rows, each the indices of its documents in the order in which they stand."""
@@ -81,5 +81,5 @@ def build_row(documents: Iterable[Encoded], *, seq_len: int, pad_id: int) -> Pac
         positions[begin:end] = np.arange(end - begin)
         doc_ids[begin:end] = number
         begin = end
-    positions[begin:] = np.arange(seq_len - begin)  # padding looks like one more document to whoever reads positions
+    positions[begin:] = np.arange(seq_len - begin)  # by its positions padding looks like one more document
     return PackedRow(input_ids, labels, positions, doc_ids)

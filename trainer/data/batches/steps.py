@@ -1,4 +1,4 @@
-"""What the loop asks of training data, at hand or a stream; and a thread that lays out the next steps' batches."""
+"""The loop's interface to training data, streamed or not; and a thread that prepares the next steps' batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Loader(Protocol):
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """Of the first epoch; None where nobody has counted it."""
+        """Steps of the first epoch; None if not known."""
 
     @property
     def total_steps(self) -> int:
@@ -39,19 +39,19 @@ class Loader(Protocol):
         """This rank's micro-batches of `step`, equally many on every rank."""
 
     def take_notes(self) -> list[str]:
-        """What was met in the data since the last call, for the user."""
+        """Notes for the user about the data since the last call."""
 
     def close(self) -> None:
         """End what prepares the next batches; no step can be asked for any more."""
 
     def rank_documents(self, step: int, rank: int) -> list[str]:
-        """The ids of the conversations that one rank trains on in a step; none where they are not at hand any more."""
+        """The IDs of the conversations that one rank trains on in a step; empty if they are not in memory any more."""
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """The position after `step` steps, the same on every rank."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on at the position; DataError when it is one of other data, InvalidData where it is none."""
+        """Continue at the position. Raises DataError if it is of other data, InvalidData if it is not a position."""
 
     def fingerprint(self) -> str:
         """Changes with the order or the content of the rows."""
@@ -93,10 +93,10 @@ def largest_batch(config: Config) -> Batch:
 
 
 class Ahead:
-    """`take(step)` gives what `build(step)` returns, and has the `depth` steps after it built meanwhile, one at a time.
+    """`take(step)` returns the result of `build(step)`; a thread builds the next `depth` steps, one at a time.
 
-    Several, so that a step of a few milliseconds does not wait for a thread that came late once. On CUDA the batches
-    come in pinned memory, so that the copy to the device is waited for by nobody.
+    Several, so that a step of a few milliseconds does not wait if the thread is late once. On CUDA the batches are in
+    pinned memory, so that the host does not wait for the copy to the device.
     """
 
     def __init__(self, build: Callable[[int], list[Batch]], ranks: Ranks, *, depth: int = 1) -> None:
@@ -104,7 +104,7 @@ class Ahead:
         self._build = build
         self._depth = depth
         self._pinned = device.type == "cuda"
-        # a thread's current device is the first one unless it says so
+        # a new thread's current device is the first GPU
         start = (lambda: torch.cuda.set_device(device)) if self._pinned else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=start)
         self._coming: deque[tuple[int, Future[list[Batch]]]] = deque()  # neighbouring steps
@@ -121,12 +121,12 @@ class Ahead:
         return batches.result()
 
     def forget(self) -> None:
-        """What has been built is of no use: the data go on at another place."""
+        """Discard the prepared batches, because the data continues at another position."""
         while self._coming:
             self._coming.popleft()[1].cancel()
 
     def close(self) -> None:
-        """End the thread once it has finished what it is at; nothing can be taken any more."""
+        """End the thread after its current work. Nothing can be taken after this."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Rows are tokenized once a node, into `RUN/tokens/`; every rank reads the file, and a restart finds it there."""
+"""Tokenizes rows once per node into `RUN/tokens/`; every rank reads the file, and a restart reuses it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OPTIONS = (
     *("schema", "system_prompt", "loss_on", "seq_len", "overlong", "max_train_rows", "max_eval_rows"),
     *("eval_fraction", "turns"),
 )
-"""Keys of data that decide which documents come out of the same sources."""
+"""Keys of data that change the documents made from the same sources."""
 
 
 def tokenize_in_memory(config: Config, tokenizer: PreTrainedTokenizerFast) -> tuple[Store, RowTable]:
@@ -124,7 +124,7 @@ def _is_made(folder: Path, mark: str) -> bool:
 
 @dataclass(frozen=True)
 class Meta:
-    """What the token file of a run keeps beside: [row, id] of what was dropped, by reason, and what nobody reads."""
+    """Extra data in a run's token file: [row, id] of dropped rows by reason, and the findings."""
 
     dropped: dict[str, tuple[tuple[Count, str], ...]]
     findings: tuple[Finding, ...] = ()
@@ -142,7 +142,7 @@ def _open(folder: Path) -> tuple[Store, RowTable]:
 
 
 def telling(rows: Iterable[EncodedRow], *, every_s: float = TELL_EVERY_S) -> Iterator[EncodedRow]:
-    """The same rows, with a line on stderr every so often."""
+    """The same rows, with a line on stderr every `every_s` seconds."""
     began = told = time.monotonic()
     tokens = 0
     for number, row in enumerate(rows, start=1):
@@ -169,7 +169,7 @@ def on_each_node(dist: Dist, work: Callable[[], None]) -> None:
     error: BaseException | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizing") as pool:
         future = pool.submit(work) if dist.local_rank == 0 else None
-        # short collectives, so that the limit on their time says nothing about the length of the work
+        # short collectives, so that their timeout does not limit the duration of the work
         while not _all_done(dist, future):
             pass
         error = future.exception() if future is not None else None

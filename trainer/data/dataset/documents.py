@@ -1,4 +1,4 @@
-"""From the config's sources to the documents of training and evaluation, with an account of all that was left out."""
+"""Makes the documents of training and evaluation from the config's sources, with a report on all that was left out."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 SAMPLE_DOCS = 100
 KEYS = 2**64
-"""Content hashes are below it."""
+"""Content hashes are below this number."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One thing to read: `split` as `read_conversations` takes it, `held_out` when it is for evaluation alone."""
+    """One source: `split` as for `read_conversations`; `held_out`: it is only for evaluation."""
 
     settings: SourceConfig
     split: str
@@ -49,13 +49,13 @@ class Documents:
     report: SplitReport
     mixture: Mixture
     keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """[rows] uint64, a hash of what each row of the split says, those that were dropped too."""
+    """[rows] uint64, a content hash of each row of the split, including dropped rows."""
     findings: list[Finding] = field(default_factory=list)
-    """Of all rows that were read together with these."""
+    """The findings in all rows that were read together with these."""
 
     @classmethod
     def of(cls, docs: Sequence[Encoded], report: SplitReport | None = None) -> Documents:
-        """Documents that are at hand, each once an epoch."""
+        """Documents in memory, each used once per epoch."""
         selection = Selection(ListStore(docs), np.arange(len(docs)))
         return cls(selection, report or SplitReport("train"), Mixture.of_one(len(docs)))
 
@@ -118,7 +118,7 @@ def read_source(config: Config, source: Source) -> Iterator[Row]:
 
 
 def read_stream_eval(config: Config, tokenizer: PreTrainedTokenizerFast) -> Documents:
-    """The documents of evaluation beside a stream: those of data.eval, or the first held-out ones of each source."""
+    """The evaluation documents of a streaming run: those of data.eval, or the first held-out ones of each source."""
     store = ListStore()
     rows = islice(_stream_eval_rows(config), config.data.max_eval_rows)
     table = collect(encode_rows(rows, tokenizer, config.data), store, config.data)
@@ -135,19 +135,19 @@ def _stream_eval_rows(config: Config) -> Iterator[SourceRow]:
 
 
 def held_out_share(config: Config, source: Source) -> float:
-    """The share of a training source that is held out by content; the built-in text holds out by itself."""
+    """The share of a training source that is held out by content; 0 for the built-in text, which holds out modules."""
     return 0.0 if config.data.eval or source.path.startswith("builtin:") else config.data.eval_fraction
 
 
 def builtin_share(config: Config) -> float:
-    """The share of the built-in text's modules that training leaves out, for whoever evaluates on them."""
+    """The share of the built-in text's modules that training leaves out, because the evaluation uses them."""
     data = config.data
     evaluated = not data.eval or any(source.path == STDLIB_DOCS for source in as_sources(data.eval))
     return data.eval_fraction if evaluated else 0.0
 
 
 def is_held_out(row: Row, config: Config) -> bool:
-    """Whether a row of a stream belongs to the evaluation, when its source is held out by content."""
+    """Whether a row of a stream belongs to the evaluation, if its source is held out by content."""
     return content_key(row) < config.data.eval_fraction * KEYS
 
 
@@ -161,7 +161,7 @@ def divide(store: Store, table: RowTable, config: Config) -> tuple[Documents, Do
     held_out = held_out_sources[table.source]
     if not config.data.eval:
         builtin = np.array([source.path.startswith("builtin:") for source in sources])
-        usable = table.document >= 0  # a row that is dropped tells nothing about the model
+        usable = table.document >= 0  # a dropped row cannot be used for evaluation
         own = np.flatnonzero(~held_out & ~builtin[table.source] & usable)
         picked = pick_held_out(table.key[own], config.data.eval_fraction, config.data.max_eval_rows)
         if config.data.max_eval_rows is not None:
@@ -174,10 +174,10 @@ def divide(store: Store, table: RowTable, config: Config) -> tuple[Documents, Do
 
 
 def pick_held_out(keys: np.ndarray, share: float, limit: int | None) -> np.ndarray:
-    """[rows] bool, true for `share` of them (one at least, if two are there), chosen by what they say.
+    """[rows] bool, true for `share` of them (at least one, if there are two different ones), chosen by content hash.
 
-    Rows that say the same stay together: a copy in the training data would make the evaluation worthless. So there may
-    be more of them than `share` or `limit`, and none where all say the same.
+    Rows with the same content stay together: a copy in the training data would make the evaluation worthless. So more
+    rows than `share` or `limit` may be chosen, and none if all have the same content.
     """
     different, counts = np.unique(keys, return_counts=True)
     if share <= 0 or len(different) < 2:
@@ -222,7 +222,7 @@ def settings_for(name: str, sources: Sequence[Source]) -> list[SourceConfig]:
 
 
 def source_shares(docs: Selection, mixture: Mixture, order: np.ndarray, *, asked: bool) -> list[SourceShare]:
-    """What each source gives, when there are several or the one has settings."""
+    """Each source's share, if there are several sources or the only one has a `repeat`."""
     used = [index for index, members in enumerate(mixture.members) if len(members)]
     wanted = mixture.asked()
     if len(used) < 2 and all(source.repeat == 1.0 for source in mixture.settings):
@@ -267,7 +267,7 @@ def trains_end_token(documents: Documents, tokenizer: PreTrainedTokenizerFast) -
 
 
 def check_documents(documents: Documents, *, where: str, seq_len: int) -> None:
-    """Raises DataError when nothing is left to train on, or when an epoch takes nothing of it."""
+    """Raises DataError if no documents are left, or if an epoch would use none of them."""
     report = documents.report
     if len(documents.docs) and not documents.mixture.counts.sum():
         repeats = ", ".join(f"{source.repeat:g} of {source.path}" for source in documents.mixture.settings)

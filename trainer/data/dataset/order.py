@@ -2,7 +2,7 @@
 
 A mixture says how much of each source an epoch takes. With weights an epoch is as long as all sources together, and a
 source gives its share of it, going through its own documents again and again, each time in another order. Without, a
-source gives each document `repeat` times; of a fraction, always the same documents, chosen by what they say.
+source gives each document `repeat` times; for a fraction, always the same documents, chosen by content hash.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Mixture:
         return counts
 
     def asked(self) -> list[float]:
-        """[sources] the share of the documents of an epoch that the config asks of each."""
+        """[sources] each source's share of an epoch's documents, as the config asks for."""
         sizes = np.array([len(members) for members in self.members], dtype=float)
         given = [source.repeat if source.weight is None else source.weight for source in self.settings]
         parts = np.array(given) * (1.0 if self.weighted else sizes)
@@ -81,7 +81,7 @@ def epoch_documents(
 ) -> np.ndarray:
     """[documents of the epoch] int64, the documents in the order in which they are laid into rows.
 
-    `random`: the stream to shuffle them with when there are no weights; that of seed and epoch unless given.
+    `random`: the generator for shuffling without weights; by default that of seed and epoch.
     """
     if mixture.weighted:
         order = interleave(mixture.counts)
@@ -115,7 +115,7 @@ def _repeated(mixture: Mixture, source: int) -> np.ndarray:
 
 
 def generator(*numbers: int) -> np.random.RandomState:
-    """A random stream that the numbers decide."""
+    """A random generator that depends only on the numbers."""
     # RandomState: its stream is frozen (NEP 19), so a run can be resumed with another numpy
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(numbers)))
 
@@ -140,7 +140,7 @@ def lay_out(lengths: Sequence[int], order: list[int], random: np.random.RandomSt
 def _plan_in_proportion(
     lengths: Sequence[int], order: list[int], random: np.random.RandomState, config: Config
 ) -> Plan:
-    """Rows are shuffled among those that were packed together only, or the sources would not stay in proportion."""
+    """Shuffles rows only among those that were packed together, so that the sources stay in proportion."""
     data = config.data
     if not data.packing:
         return [[index] for index in order]

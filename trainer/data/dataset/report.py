@@ -20,9 +20,9 @@ class SourceShare:
     documents: int
     tokens: int
     asked: float | None
-    """The share of the epoch's documents that the config asks for; None for held-out rows, of which nobody asks one."""
+    """The share of the epoch's documents that the config asks for; None for held-out rows, which have no such share."""
     got: float
-    """The share of the epoch's documents that it has."""
+    """The source's actual share of the epoch's documents."""
     token_share: float
 
     def render(self, noun: str) -> str:
@@ -43,14 +43,14 @@ class SplitReport:
     dropped: dict[str, list[str]] = field(default_factory=dict)
     truncated: list[str] = field(default_factory=list)
     tokens: int = 0
-    """Of the first epoch, like `target_tokens`; without weights every epoch has as many."""
+    """Tokens of the first epoch, like `target_tokens`; without weights every epoch has the same number."""
     target_tokens: int = 0
     packed_rows: int = 0
     padding_share: float = 0.0
     duplicates: int = 0
-    """Rows that say the same as an earlier one."""
+    """The number of rows with the same content as an earlier one."""
     sources: list[SourceShare] = field(default_factory=list)
-    """Of a mixture of several."""
+    """The shares, if there is a mixture of several sources."""
     noun: str = "conversations"
     part: str = "conversations"
     """What is read, and what is laid into rows."""
@@ -82,7 +82,7 @@ class DataReport:
     """From the first file to the last token."""
     notes: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    """What of the rows is in no document, training and evaluation together."""
+    """The parts of the rows that are in no document, for training and evaluation together."""
 
     def render(self) -> list[str]:
         """A few lines for people."""

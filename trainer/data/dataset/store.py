@@ -1,4 +1,4 @@
-"""Where tokenized documents lie, in memory or in token files, and what became of each row that was read.
+"""Stores of tokenized documents, in memory or in token files, and a table of what happened to each row read.
 
 Documents of token files come in pieces that fit a row, without a copy of any token. Pieces of one document overlap by a
 token: the last one of a piece, which is predicted there, is what the next piece begins with. So every token of a
@@ -41,7 +41,7 @@ class Store(Protocol):
 
 
 class Sink(Protocol):
-    """What takes documents one by one; a `TokenWriter` is one."""
+    """Accepts documents one by one; a `TokenWriter` is one."""
 
     def add(self, doc: Encoded) -> None: ...
 
@@ -111,7 +111,7 @@ class Selection(Sequence[Encoded]):
 
 ANEW = "remove its folder: the rows are tokenized again"
 KINDS = {"source": "u2", "key": "u8", "document": "i8", "targets": "i8", "truncated": "b1"}
-"""Of the arrays of a RowTable."""
+"""The dtypes of a RowTable's arrays."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class RowTable:
     source: np.ndarray
     """uint16, its number among the sources."""
     key: np.ndarray
-    """uint64, a hash of what it says."""
+    """uint64, a hash of its content."""
     document: np.ndarray
     """int64, its number in the store; -1 for a row that was dropped."""
     targets: np.ndarray
@@ -131,7 +131,7 @@ class RowTable:
     dropped: dict[str, list[list[Any]]] = field(default_factory=dict)
     """[row, id] of the dropped rows by reason."""
     findings: list[Finding] = field(default_factory=list)
-    """What of the rows is in no document."""
+    """The parts of the rows that are in no document."""
 
     def save(self, path: Path) -> None:
         """Write all but `dropped` and `findings`, which are small, to a .npz file."""
@@ -146,11 +146,11 @@ class RowTable:
 
     @classmethod
     def load(cls, path: Path, dropped: dict[str, list[list[Any]]]) -> RowTable:
-        """Raises DataError that names the file when it is gone, cut or damaged."""
+        """Raises DataError with the file's name if it is missing, truncated or damaged."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in KINDS}
-        except Exception as error:  # zipfile and numpy have a dozen kinds for what is no such file
+        except Exception as error:  # zipfile and numpy raise many kinds of errors for invalid files
             raise DataError(f"{path.absolute()} cannot be read: {first_line(error)}", hint=ANEW) from None
         found = {(array.dtype.str[1:], array.shape) for array in arrays.values()}
         if found != {(kind, (len(arrays["source"]),)) for kind in KINDS.values()}:
@@ -170,7 +170,7 @@ def collect(rows: Iterable[EncodedRow], sink: Sink, data: DataConfig) -> RowTabl
 
 
 def fit(encoded: Encoded, data: DataConfig) -> tuple[Encoded | None, str]:
-    """The document that is trained on, or None and why it is not."""
+    """The document for training, or None and the reason."""
     too_long = len(encoded.ids) > data.seq_len
     if too_long and data.overlong == "drop":
         return None, OVERLONG
@@ -259,7 +259,7 @@ class PieceStore:
         return Encoded(self._name(index, part.id), part.ids, part.is_target)
 
     def name(self, index: int) -> str:
-        """`DOCUMENT`, or `DOCUMENT[first:end]` when that has several pieces."""
+        """`DOCUMENT`, or `DOCUMENT[first:end]` if it has several pieces."""
         file, document = self._place(index)
         return self._name(index, file.name(document))
 

@@ -1,4 +1,4 @@
-"""The records of one file as people have it: JSON lines or a list of rows, CSV or Parquet, plain or compressed."""
+"""Reads the records of one file: JSON lines or a list of rows, CSV or Parquet, plain or compressed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from trainer.schema.data import SCHEMA_KEYS
 
 MAX_LINE = 64 << 20
 MAX_WHOLE = 4 << 30
-"""Bytes of a line, and of a file that is read as a whole: a list of rows, or an object over several lines."""
+"""The maximum bytes of a line, and of a file that is read as a whole: a list of rows, or an object over several
+lines."""
 SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 WHITESPACE = re.compile(r"\s*")
 Records = Iterator[tuple[str, Record]]
 
 
 def read_file(path: Path, spec: str, split: str) -> Records:
-    """(id, row) of each row, read when asked for; `split` is chosen where a JSON file holds several."""
+    """(id, row) of each row, read lazily. `split`: the split to read if a JSON file has several."""
     kind = Path(path.name.removesuffix(path.suffix)).suffix if path.suffix in COMPRESSIONS else path.suffix
     if kind == ".parquet":
         return _read_parquet(path, spec)
@@ -59,7 +60,7 @@ OPENERS: dict[bytes, Callable[[Any], IO[bytes]]] = {
     b"\xfd7zXZ\x00": lzma.LZMAFile,
     b"\x28\xb5\x2f\xfd": _zstd,
 }
-"""By the bytes that each begins with, whatever the file is called."""
+"""By the first bytes of a file; its name does not matter."""
 FOREIGN = {
     b"\xff\xfe": ("UTF-16 text", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8 FILE > NEW"),
     b"\xfe\xff": ("UTF-16 text", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8 FILE > NEW"),
@@ -69,7 +70,7 @@ FOREIGN = {
 
 
 def _read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, unpacked and without its byte order mark; those of more than MAX_LINE bytes in pieces.
+    """The lines of a file, decompressed and without its byte order mark; lines of more than MAX_LINE bytes in pieces.
 
     Raises DataError that names the file.
     """
@@ -80,7 +81,7 @@ def _read_lines(path: Path) -> Iterator[bytes]:
         opened = next((make(stream) for magic, make in OPENERS.items() if head.startswith(magic)), stream)
         first = True
         while line := opened.readline(MAX_LINE + 1):
-            if not line.endswith(b"\n"):  # the last one, or cut
+            if not line.endswith(b"\n"):  # the last line, or a piece of one
                 file.check()
             if first:
                 _refuse_foreign(line, path)
@@ -126,7 +127,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> None:
-    """pandas writes NaN for what is missing."""
+    """Accepts NaN, because pandas writes it for missing values."""
     if name != "NaN":
         raise ValueError(f"it holds {name}, which is no JSON")
 
@@ -135,7 +136,8 @@ DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant)
 
 
 def _read_json(path: Path, spec: str, split: str) -> Records:
-    """Objects, one a line, or a list of them, or an object that holds lists: the beginning tells, not the name."""
+    """One object per line, or a list of them, or an object that contains lists. The file's beginning decides, not its
+    name."""
     lines = _read_lines(path)
     head = _through_first(lines)
     if not head or not head[-1].strip():
@@ -146,7 +148,7 @@ def _read_json(path: Path, spec: str, split: str) -> Records:
         return
     if ".json" in path.suffixes[-2:]:
         following = _through_first(lines)
-        if not following or not _is_json(head[-1]):  # one object, or each over several lines
+        if not following or not _is_json(head[-1]):  # one object, or objects over several lines
             yield from _read_whole([*head, *following, *_bounded(lines, path)], spec, split, first)
             return
         head += following
@@ -203,7 +205,8 @@ def _space(text: str, at: int) -> int:
 
 
 def _of_object(value: Record, spec: str, split: str) -> Records:
-    """The rows of a file that is one object: of the split of that name, of the only list that it holds, or itself."""
+    """The rows of a file that is one object: those of the split of that name, those of its only list, or the object
+    itself."""
     is_row = any(all(key in value for key in keys) for keys in SCHEMA_KEYS.values())
     lists = {name: rows for name, rows in value.items() if _is_rows(rows)}
     if is_row or not lists:
@@ -233,7 +236,7 @@ def _parse(text: str, where: str) -> Any:
         return DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise DataError(f"not JSON: {error.msg} at column {error.colno}", where=where) from None
-    except (ValueError, RecursionError) as error:  # a key twice, a number or a nesting beyond Python's limits
+    except (ValueError, RecursionError) as error:  # a duplicate key, or a number or nesting beyond Python's limits
         raise DataError(f"not readable JSON: {error}", where=where) from None
 
 
@@ -257,10 +260,10 @@ def _record(value: Any, where: str) -> Record:
 
 
 def _read_csv(path: Path, spec: str, *, delimiter: str | None) -> Records:
-    """Each row under the names of the first line; every value is text."""
+    """Each row, with the names in the first line as keys; every value is text."""
     lines = _read_lines(path)
     head = next(lines, b"")
-    if delimiter is None:  # spreadsheets of many countries write a semicolon
+    if delimiter is None:  # in many countries spreadsheets write a semicolon
         delimiter = max(",;\t", key=head.decode(errors="replace").count)
     csv.field_size_limit(MAX_LINE)
     texts = (_row(line, f"{spec}:{number}") for number, line in enumerate(chain([head], lines), start=1))

@@ -1,4 +1,4 @@
-"""What of the rows nobody reads, and what a chat template leaves out: counted by kind, each with its first row."""
+"""Findings: parts of rows that are not read or that a chat template leaves out. Counted by kind, with the first row."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainer.typed import Count, InvalidData, from_json
 from trainer.words import first_few
 
 COLUMN, KEY, MARK, LEFT_OUT = "column", "key", "mark", "left out"
-"""A column that the schema has no use for; a key of a message that the template does not name; a mark of training
-without effect; words of the row that are not in what the template made of it."""
+"""A column that the schema does not use; a key of a message that the template does not name; a target mark without
+effect; words of the row that are missing in the template's output."""
 
 Remark = tuple[str, str]
-"""A kind and what it is about."""
+"""The kind of a finding, and its subject."""
 
 MAX_FINDINGS = 50
 OTHERS = "others"
@@ -25,7 +25,7 @@ SHOWN_COLUMNS = 10
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found in `rows` rows; `first` is the place of the first of them."""
+    """One finding in `rows` rows; `first` is the place of the first of them."""
 
     kind: str
     what: str
@@ -34,7 +34,7 @@ class Finding:
 
 
 class Findings:
-    """Counts remarks on rows, in bounded memory: each row may have columns with other names."""
+    """Counts remarks on rows, in bounded memory, because each row may have columns with new names."""
 
     def __init__(self, findings: Iterable[Finding] = ()) -> None:
         self._found: dict[Remark, tuple[int, str]] = {}
@@ -42,7 +42,7 @@ class Findings:
             self._add((one.kind, one.what), one.rows, one.first)
 
     def add(self, remarks: Iterable[Remark], row_id: str) -> None:
-        """Counts a finding of one row."""
+        """Count one row's remarks."""
         for remark in remarks:
             self._add(remark, 1, row_id)
 
@@ -58,8 +58,7 @@ class Findings:
 
 
 def parse_findings(value: Any, path: Path) -> list[Finding]:
-    """What the header of a token file says of the rows that it was made of. DataError when that is nothing of the
-    kind: others may have made the file."""
+    """The findings in a token file's header. Raises DataError if they are invalid: the file may be untrusted."""
     try:
         return from_json(value, list[Finding])
     except InvalidData as damage:
@@ -68,7 +67,7 @@ def parse_findings(value: Any, path: Path) -> list[Finding]:
 
 
 def render_findings(findings: Iterable[Finding]) -> list[str]:
-    """A line for all columns, and one for each of the others."""
+    """One line for all columns, and one for each other finding."""
     findings = list(findings)
     columns = [one for one in findings if one.kind == COLUMN]
     lines = []

@@ -1,4 +1,4 @@
-"""Records of every known schema as one kind of row: a conversation, with its tools."""
+"""Converts records of every known schema to one kind of row: a conversation with its tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.schema.data import SCHEMA_KEYS, schema_of, unknown_columns
 from trainer.words import shortened
 
 Message = dict[str, Any]
-"""`role`, `content` (a text), and what else the row gives: a template that names such a key is shown it."""
+"""`role`, `content` (a text), and the message's other keys: a template that names such a key gets it."""
 Record = dict[str, Any]
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -22,10 +22,10 @@ SHAREGPT_ROLES = ROLES | {"human": "user", "gpt": "assistant", "model": "assista
 
 MARK_HINT = "0 or false: this message is no target; 1 or true: it is"
 KEPT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
-"""Keys of a message beside role and content that chat templates read; what they show is theirs to decide."""
+"""Keys of a message, in addition to role and content, that chat templates read; each template decides what to show."""
 
 MARKS = ("weight", "train", "training", "trainable", "loss")
-"""Keys of a message that say whether it is a target, as OpenAI, Mistral, axolotl and ms-swift write them: 0 or 1."""
+"""Keys that mark a message as a target (1) or not (0), as OpenAI, Mistral, axolotl and ms-swift write them."""
 
 EVERY_SCHEMA = ("system", "tools")
 OPTIONAL_KEYS = {"instruction_output": ("input",)}
@@ -33,8 +33,8 @@ OPTIONAL_KEYS = {"instruction_output": ("input",)}
 
 @dataclass(frozen=True)
 class Row:
-    """One conversation. The first `context` messages and those of `untrained` are never targets. `tools` are the
-    functions on offer, `remarks` what of the record nobody reads."""
+    """One conversation. The first `context` messages and those with an index in `untrained` are never targets. `tools`:
+    the functions that the model may call; `remarks`: the parts of the record that are not read."""
 
     id: str
     messages: list[Message]
@@ -45,7 +45,7 @@ class Row:
 
 
 def detect_schema(record: Record, *, where: str) -> str:
-    """The schema that the keys of a first row show."""
+    """The schema that fits the keys of a first row."""
     schema = schema_of(record)
     if schema is None:
         what, hint = unknown_columns(record)
@@ -54,7 +54,7 @@ def detect_schema(record: Record, *, where: str) -> str:
 
 
 def build_row(record: Record, schema: str, *, row_id: str) -> Row:
-    """The conversation that a record of the given schema holds."""
+    """The conversation in a record of the given schema."""
     missing = [key for key in SCHEMA_KEYS[schema] if key not in record]
     if missing:
         raise DataError(
@@ -74,14 +74,14 @@ def build_row(record: Record, schema: str, *, row_id: str) -> Row:
     return Row(row_id, messages, context, _tools(record.get("tools"), row_id), untrained, remarks)
 
 
-@lru_cache(maxsize=256)  # nearly all rows of a source have the same
+@lru_cache(maxsize=256)  # nearly all rows of a source have the same columns
 def _unread_columns(schema: str, columns: tuple[str, ...]) -> tuple[Remark, ...]:
     read = {*SCHEMA_KEYS[schema], *OPTIONAL_KEYS.get(schema, ()), *EVERY_SCHEMA}
     return tuple((COLUMN, _column(name)) for name in columns if name not in read)
 
 
 def _column(name: str) -> str:
-    """The column, with the schema that would read it."""
+    """The column's name, with the schema that would read it."""
     others = [other for other, keys in SCHEMA_KEYS.items() if name in (*keys, *OPTIONAL_KEYS.get(other, ()))]
     return f"{name!r}, which data.schema={others[0]} reads" if others else repr(name)
 
@@ -142,7 +142,7 @@ def _turns(value: Any, key: str, role: str, row_id: str) -> list[Message]:
 
 
 def _messages(value: Any, key: str, row_id: str) -> list[Message]:
-    if isinstance(value, str) and value.lstrip().startswith("["):  # of a CSV file, which has no lists
+    if isinstance(value, str) and value.lstrip().startswith("["):  # from a CSV file, which has no lists
         value = _json_object(value, key, row_id)
     if not isinstance(value, list) or not value:
         raise DataError(f"{key!r} is {shorten(value)}, not a list of messages", where=row_id)
@@ -167,7 +167,7 @@ def _message(item: Any, key: str, row_id: str) -> Message:
 
 
 def _other_keys(item: Record, key: str, row_id: str) -> Message:
-    """What nobody here reads of a message, and under `weight` whether it is marked as a target."""
+    """The keys of a message that are not read here, and under `weight` whether it is marked as a target."""
     others = {name: value for name, value in item.items() if value is not None}
     marks = {name: others.pop(name) for name in MARKS if name in others}
     for name, value in marks.items():
@@ -196,7 +196,7 @@ def _text(value: Any, key: str, row_id: str) -> str:
 
 
 def _tool_calls(value: Any, key: str, row_id: str) -> list[Record]:
-    """The calls as transformers' templates want them: a list of {"type", "function": {"name", "arguments": object}}."""
+    """The calls as transformers' templates need them: a list of {"type", "function": {"name", "arguments": object}}."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{key} is {shorten(value)}, not a list of calls", where=row_id)
     return [_tool_call(call, f"{key}[{index}]", row_id) for index, call in enumerate(value)]
@@ -207,7 +207,7 @@ def _tool_call(call: Any, key: str, row_id: str) -> Record:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{key} is {shorten(call)}, without the name of a function", where=row_id)
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):  # as OpenAI writes them; a template would quote the text once more
+    if isinstance(arguments, str):  # OpenAI's form; a template would quote the text a second time
         arguments = _json_object(arguments, f"{key}.arguments", row_id)
     if not isinstance(arguments, dict):
         raise DataError(f"{key}.arguments is {shorten(arguments)}, not an object", where=row_id)
@@ -216,7 +216,7 @@ def _tool_call(call: Any, key: str, row_id: str) -> Record:
 
 
 def _tools(value: Any, row_id: str) -> list[Record] | None:
-    """The row's functions as JSON schemas; given as a list, or as a text that holds one."""
+    """The row's functions as JSON schemas. `value`: a list, or a JSON text of one."""
     if isinstance(value, str) and value.strip():
         value = _json_object(value, "tools", row_id)
     if not value:
@@ -241,5 +241,5 @@ def _without_nulls(value: Any) -> Any:
 
 
 def shorten(value: Any) -> str:
-    """`value` as JSON of 80 characters at most, for messages."""
+    """`value` as JSON of at most 80 characters, for messages."""
     return shortened(json.dumps(value, ensure_ascii=False, default=str), 80)

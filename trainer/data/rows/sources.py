@@ -1,4 +1,4 @@
-"""Conversations from files, data set names and the built-in text, whatever their schema, as one kind of row."""
+"""Reads conversations of any schema from files, data set names and the built-in text, as one kind of row."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ STDLIB_DOCS = "builtin:stdlib-docs"
 SAVED_MARKS = ("dataset_dict.json", "state.json")
 HUB_URL = re.compile(r"(?:hf://|https?://(?:www\.)?huggingface\.co/)datasets/(?P<name>[^/@]+/[^/@?#]+)")
 TRAIN, HELD_OUT = "train", "test"
-"""The two splits of the built-in text."""
+"""The built-in text's two splits."""
 
 
 def read_conversations(
     spec: str, *, split: str = TRAIN, schema: str = "auto", limit: int | None = None, held_out_share: float = 0.05
 ) -> Iterator[Row]:
-    """The first `limit` conversations of `spec`, in its own order, read as they are asked for.
+    """The first `limit` conversations of `spec`, in its own order, read lazily.
 
     `spec`: a file as `read_file` takes it or a pattern of files (`data/*.jsonl`), a Hugging Face data set (`name` or
     `name:config`) or a folder that `datasets` can load, or `builtin:stdlib-docs`. `split` names a split of data sets
@@ -50,7 +50,7 @@ def read_conversations(
 
 
 def identify(spec: str, split: str) -> list[Any]:
-    """What changes when `spec` holds something else: path, size and time of its files, or the data set's own mark."""
+    """Values that change with the content of `spec`: path, size and time of its files, or a data set's fingerprint."""
     if spec.startswith("builtin:"):
         return [spec, split, sys.version]
     if "://" not in spec and not is_local(spec):
@@ -74,7 +74,7 @@ def _identify_file(path: Path) -> list[Any]:
 
 
 def is_local(spec: str) -> bool:
-    """Whether `spec` can only mean a file or folder of this machine, never the name of a data set."""
+    """Whether `spec` must be a file or folder on this machine, and not the name of a data set."""
     return spec.startswith(LOCAL_STARTS) or spec.endswith(LOCAL_SUFFIXES) or is_pattern(spec) or Path(spec).exists()
 
 
@@ -83,7 +83,7 @@ def _shown(spec: str) -> str:
 
 
 def read_records(spec: str, split: str) -> Iterator[tuple[str, Record]]:
-    """(id, row) of each row of files, or of a data set, read when asked for."""
+    """(id, row) of each row of files, or of a data set; read lazily."""
     files = _files(spec)
     if files is None:
         return _read_dataset(spec, split)
@@ -92,7 +92,7 @@ def read_records(spec: str, split: str) -> Iterator[tuple[str, Record]]:
 
 
 def _files(spec: str) -> list[Path] | None:
-    """The files that `spec` names, in the order of their names; None: it is a folder or a data set for `datasets`."""
+    """The files that `spec` names, sorted by name; None: it is a folder or a data set for `datasets`."""
     if "://" in spec:
         known = HUB_URL.match(spec)
         hint = f"write its name, {known['name']}" if known else "download it, and name the file"
@@ -122,7 +122,7 @@ def _load_dataset(spec: str, split: str) -> Any:
                 raise ValueError(f"it has the splits {', '.join(saved)}")
             return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         return datasets.load_dataset(name, config or None, split=split, trust_remote_code=False)
-    except Exception as error:  # the library raises its own, the hub client's, OSError and ValueError alike
+    except Exception as error:  # the library raises its own errors, the hub client's, OSError and ValueError
         raise DataError(
             f"the data set {spec!r} (split {split!r}) cannot be loaded: {_first_line(error)}",
             hint="without internet use a file; a configuration is written as name:config; "
@@ -131,7 +131,7 @@ def _load_dataset(spec: str, split: str) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    while error.__cause__ is not None:  # the library's own only says that the data set could not be made
+    while error.__cause__ is not None:  # the library's own error only says that the data set could not be created
         error = error.__cause__
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 

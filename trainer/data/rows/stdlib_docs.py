@@ -1,7 +1,7 @@
 """Questions and answers from the docstrings of the running interpreter's standard library.
 
-Real English text that every machine has. Source files are parsed, never imported: nothing runs, nothing is fetched.
-Which pairs there are depends on the Python version; their order and the split depend on their names alone.
+Real English text that every machine has. Source files are parsed, never imported: no code runs, nothing is downloaded.
+The pairs depend on the Python version; their order and the split depend only on their names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DocPair:
 
 @cache  # parsing takes a second, and the training and the held-out rows both come from it
 def read_stdlib_pairs(folder: Path | None = None) -> tuple[DocPair, ...]:
-    """Every pair of the library (or of `folder`), each answer once, in an order that only the names decide."""
+    """All pairs of the library (or of `folder`), each answer once, in an order that depends only on the names."""
     folder = folder or Path(sysconfig.get_path("stdlib"))
     first: dict[str, DocPair] = {}
     with _without_collections():
@@ -51,7 +51,7 @@ def read_stdlib_pairs(folder: Path | None = None) -> tuple[DocPair, ...]:
 
 
 def is_held_out(module: str, share: float) -> bool:
-    """True for about `share` of all modules, always the same ones; a larger share contains a smaller one."""
+    """True for about `share` of all modules, always the same ones; a larger share includes those of a smaller one."""
     return int(_digest(module)[:8], 16) < share * 16**8
 
 
@@ -70,7 +70,7 @@ def module_paths(folder: Path) -> list[Path]:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """No search for reference cycles: among the many short-lived nodes of syntax trees it costs more than parsing."""
+    """Disables garbage collection: with the many short-lived nodes of syntax trees it costs more than parsing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -85,9 +85,9 @@ def _pairs_of_file(path: Path, folder: Path) -> Iterator[DocPair]:
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in somebody else's file
+            warnings.simplefilter("ignore")  # invalid escapes in library files
             tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, OSError):  # some files are bad on purpose, some belong to another Python
+    except (SyntaxError, ValueError, OSError):  # some files are invalid on purpose, some are for another Python version
         return
     yield from _pair(module, module, f"What is the module `{module}` for?", tree)
     yield from _pairs_of_body(module, module, tree.body)

@@ -1,4 +1,4 @@
-"""Training on sources that are too large to be tokenized before the first step: a window of documents at a time."""
+"""Loads sources that are too large to tokenize before the first step: one window of documents at a time."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WindowPlace:
-    """What a checkpoint keeps of a stream beside its `DataPosition`."""
+    """A stream's position in a checkpoint, in addition to its `DataPosition`."""
 
     window: WindowStart
 
 
 class StreamLoader:
-    """As `TrainLoader`, but steps can be asked for in order only, and an epoch's length is not known.
+    """Like `TrainLoader`, but steps can only be taken in order, and an epoch's length is not known.
 
-    Two windows are held in memory, the one that is trained on and the next, which a thread prepares.
+    Two windows are in memory: the one in use and the next, which a thread prepares.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class StreamLoader:
         self._tokenizer_hash = tokenizer_hash(tokenizer)
         self._maker = WindowMaker(config, sources, tokenizer)
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="windows")
-        self._ahead = Ahead(self._build_step, ranks)  # one step: a window goes once the step after it is laid out
+        self._ahead = Ahead(self._build_step, ranks)  # one step: a window is deleted once the step after it is prepared
         self._notes: deque[str] = deque()  # filled by the thread that lays out the next step
         self._lock = Lock()  # the caller and the thread that lays out the next step both ask for rows
         self._first_step, self._first_row = 0, 0
         self.findings: list[Finding] = []
-        """What of the rows read so far is in no document."""
+        """The parts of the rows read so far that are in no document."""
         self._begin(start or first_window(sources))
         self.global_batch_size = global_batch_size(config, ranks.world_size)
         self.report = self._report()
@@ -115,9 +115,10 @@ class StreamLoader:
         return {"step": step, "row": row, "window": window, "fingerprint": self.fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on at the position, also with other ranks or another global batch; its window is tokenized again.
+        """Continue at the position, also with other ranks or another global batch size; its window is tokenized again.
 
-        Raises DataError when sources, seed or lay-out differ from those of the position, InvalidData where it is none.
+        Raises DataError if sources, seed or layout differ from those of the position, InvalidData if `state` is not a
+        position.
         """
         place = from_json(state, DataPosition)
         if place.fingerprint != self.fingerprint():

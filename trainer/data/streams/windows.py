@@ -1,8 +1,8 @@
 """An endless stream of rows from sources that are never read whole; its windows, each tokenized, shuffled and packed.
 
-Without weights an epoch reads the sources one after another, each as often as its `repeat` says; of a part of a pass it
-takes the rows whose content hashes below it. With weights the sources take turns, in proportion, and each begins anew
-when it ends. Rows for evaluation, chosen by content hash as well, are passed over.
+Without weights an epoch reads the sources one after another, each `repeat` times; for a fraction of a pass it takes
+that share of the rows, those with the highest content hashes. With weights the sources take turns, in proportion, and
+each starts again when it ends. Rows for evaluation, those with the lowest content hashes, are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 EMPTY_WINDOWS = 20
-"""Windows' worth of rows without one that can be used are no data."""
+"""After as many rows as this number of windows without a usable one, the source counts as having no data."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _one_after_another(config: Config, sources: Sequence[Source], position: Posi
 
 
 def _parts(repeat: float) -> list[float]:
-    """Whole passes, and then the part of one."""
+    """The whole passes, then a fraction of one if there is any."""
     return [1.0] * int(repeat) + ([repeat % 1] if repeat % 1 else [])
 
 
@@ -165,9 +165,9 @@ class Window:
 
 
 class WindowMaker:
-    """Makes windows one after another; for another start than the end of the last one it reads anew.
+    """Makes consecutive windows; if a start is not the end of the last window, it reads the sources again.
 
-    Raises DataError when a file is not the one any more that the run began with.
+    Raises DataError if a file has changed since the run began.
     """
 
     def __init__(self, config: Config, sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast) -> None:
@@ -181,7 +181,7 @@ class WindowMaker:
 
     @property
     def identities(self) -> list[Any]:
-        """What changes when a source holds something else."""
+        """Values that change with the content of a source."""
         return self._identities
 
     def make(self, start: WindowStart) -> Window:
@@ -233,7 +233,7 @@ class WindowMaker:
         return Window(start, docs, rows, following, read, truncated, dropped, findings.list())
 
     def _lay_out(self, docs: list[Encoded], start: WindowStart) -> Plan:
-        # the first window of an epoch in the order of data that is all at hand
+        # the first window of an epoch has the same order as data that is not streamed
         which = (start.position.epoch, start.number) if start.number else (start.position.epoch,)
         random = generator(self._config.train.seed, *which)
         order = list(range(len(docs)))
@@ -256,7 +256,7 @@ class WindowMaker:
 
 
 def _change(before: Any, now: Any) -> str:
-    """How one file of a source has changed, as `identify` tells of it."""
+    """How one file of a source has changed, from its values in `identify`."""
     if not isinstance(before, list) or before[:1] != now[:1]:
         return f"{before} -> {now}"
     name = Path(before[0]).name

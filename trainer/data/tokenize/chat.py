@@ -1,9 +1,9 @@
-"""A conversation as tokens, and which of them are targets, by the tokenizer's own chat template.
+"""Converts a conversation to tokens, and decides which are targets, with the tokenizer's own chat template.
 
 Targets are chosen by position in the rendered text, never by token id: a tokenizer may use one token for padding and
-for the end of a turn. Where the template marks what the assistant generates (`{% generation %}`), that decides.
-Elsewhere each assistant turn is found by rendering again: with the turn left open, which shows where the prompt ends,
-and with another content, which shows where the turn's own text ends.
+for the end of a turn. If the template marks what the assistant generates (`{% generation %}`), that decides.
+Otherwise each assistant turn is found by rendering again: with the turn left open, which shows where the prompt ends,
+and with other content, which shows where the turn's own text ends.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SENTINEL = "Xq7sentinelq7X"
 DATE_CALL = re.compile(r"""strftime_now\((?P<quote>["'])(?P<form>.*?)(?P=quote)\)""")
 TODAY = datetime(2024, 7, 26)
-"""What a template that asks for the date is told (Llama's own default): tokens must not depend on the day."""
+"""The date for templates that ask for one (Llama's default): tokens must not depend on the day."""
 SHOWN_CHARS = 2000
 
 Span = tuple[int, int]
 Parts = tuple[Sequence[int], np.ndarray, list[LeftOut]]
-"""Ids, which of them are targets, and what of the row is in none."""
+"""IDs, a mask of the targets among them, and the parts of the row that are not in the tokens."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document: `ids` [T] int32, and `is_target` [T] bool, true where the token itself is to be predicted.
-    `remarks`: what of its row is not in it."""
+    """A document: `ids` [T] int32, and `is_target` [T] bool, true if the token itself is to be predicted. `remarks`:
+    the parts of its row that are not in it."""
 
     id: str
     ids: np.ndarray
@@ -52,7 +52,7 @@ class Encoded:
 
     @property
     def num_targets(self) -> int:
-        """How many tokens are predicted: the first one never is, for nothing precedes it."""
+        """How many tokens are predicted; the first one never is, because nothing precedes it."""
         return int(self.is_target[1:].sum())
 
     def cut(self, length: int) -> Encoded:
@@ -61,7 +61,7 @@ class Encoded:
 
 
 def check_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raises DataError when the tokenizer cannot render a conversation at all."""
+    """Raises DataError if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__!r} has no chat template",
@@ -99,7 +99,7 @@ def encode(
 
 
 def _refuse_lost_targets(chat: Chat, left_out: Sequence[LeftOut], *, everything: bool) -> None:
-    """Raise DataError where words are not in the text that would be a target in it."""
+    """Raise DataError if the text lacks words that would be targets."""
     spoken = [one for one in left_out if one.spoken]
     targets = set(range(len(chat.row.messages))) - {*chat.row.untrained} if everything else {*chat.targets()}
     lost = next((one for one in spoken if one.turn in targets), None)
@@ -115,7 +115,7 @@ def _refuse_lost_targets(chat: Chat, left_out: Sequence[LeftOut], *, everything:
 
 
 def _last_answer_alone(row: Row) -> Row:
-    """`row` with the targets alone that come after the last question that is answered."""
+    """`row` with only the targets after the last answered question."""
     roles = [message["role"] for message in row.messages]
     last = max((index for index, role in enumerate(roles) if role == "assistant"), default=0)
     question = max((index for index in range(last) if roles[index] == "user"), default=-1)
@@ -131,23 +131,23 @@ class Chat:
 
     @property
     def template(self) -> str:
-        """The template that this row takes, of those that the tokenizer has."""
+        """The tokenizer's template for this row; it may have several."""
         return self.tokenizer.get_chat_template(tools=self.row.tools)
 
     def render(self, messages: Sequence[Message] | None = None, *, open_turn: bool = False) -> str:
-        """The text of `messages`, all unless given; `open_turn` adds what stands before the assistant's next words."""
+        """The text of `messages` (default: all). `open_turn` adds the text before the assistant's next words."""
         messages = self.row.messages if messages is None else messages
         text: str = self.apply(messages, tokenize=False, add_generation_prompt=open_turn)
         return text
 
     def apply(self, messages: Sequence[Message], **how: Any) -> Any:
-        """The tokenizer's `apply_chat_template`; DataError when the template refuses the messages."""
+        """The tokenizer's `apply_chat_template`. Raises DataError if the template refuses the messages."""
         tools: list[dict[Any, Any] | Callable[..., Any]] | None = None if self.row.tools is None else [*self.row.tools]
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, chat_template=undated(self.template), **how
             )
-        except Exception as error:  # a template is a program: dividing, indexing and filters raise what Python has
+        except Exception as error:  # a template is a program: division, indexing and filters may raise any Python error
             raise DataError(
                 f"the chat template refuses the conversation: {_reason(error)}",
                 where=self.row.id,
@@ -164,12 +164,12 @@ class Chat:
         return [index for index in range(len(self.row.messages)) if self.is_answer(index)]
 
     def is_answer(self, index: int) -> bool:
-        """Whether the message is of the assistant."""
+        """Whether the assistant wrote the message."""
         role: str = self.row.messages[index]["role"]
         return role == "assistant"
 
     def not_found(self, text: str, detail: str) -> DataError:
-        """What to raise when a turn is not where it should be in the rendered `text`."""
+        """The error to raise if a turn is not found at its place in the rendered `text`."""
         shown = text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}… ({len(text)} characters)"
         return DataError(
             f"the assistant's words cannot be found in what the chat template rendered: {detail}: {shown}",
@@ -230,7 +230,7 @@ def _encode_with_tags(chat: Chat) -> Parts:
 
 
 def _encode_with_spans(chat: Chat, *, everything: bool) -> Parts:
-    """`everything`: all is a target but the answers that the row takes out."""
+    """`everything`: all tokens are targets, except the answers that the row excludes."""
     text = chat.render()
     out = _tokenize(chat.tokenizer, text)
     starts, ends = np.asarray(out["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
@@ -240,7 +240,7 @@ def _encode_with_spans(chat: Chat, *, everything: bool) -> Parts:
     for turn in set(chat.answers()) & set(chat.row.untrained) if everything else chat.targets():
         begin, end = spans[turn] = turn_span(chat, turn, text=text)
         end = _with_end_token(text, end, starts=starts[special], ends=ends[special])
-        # a token that began in the prompt was not generated, so it is no target
+        # a token that began in the prompt was not generated, so it is not a target
         found = (starts >= begin) & (ends <= end) & (ends > starts)
         if not found.any() and end > begin:
             raise chat.not_found(text, f"no token lies within characters {begin} to {end} (turn {turn})")
@@ -272,7 +272,7 @@ def turn_span(chat: Chat, turn: int, *, text: str) -> Span:
 
 
 def _with_end_token(text: str, end: int, *, starts: np.ndarray, ends: np.ndarray) -> int:
-    """`end` moved behind the special token that closes the turn, when only white space lies between."""
+    """`end` moved after the special token that closes the turn, if there is only white space between."""
     following = np.flatnonzero(starts >= end)
     if following.size and not text[end : starts[following[0]]].strip():
         return int(ends[following[0]])

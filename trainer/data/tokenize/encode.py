@@ -1,4 +1,4 @@
-"""Rows become tokens, in order and one after another, by this process or by several, in bounded memory."""
+"""Tokenizes rows in order, in this process or in several, with bounded memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """A row of source number `source`, tokenized whole; `key` is a hash of what it says."""
+    """A row of source number `source`, tokenized without a cut; `key` is a hash of its content."""
 
     source: int
     key: int
@@ -42,7 +42,7 @@ SourceRow = tuple[int, Row]
 
 
 class RowEncoder:
-    """Encodes rows in order; by `data.workers` processes when there are any, which start with the first real work."""
+    """Encodes rows in order; with `data.workers` in that many processes, which start when there are enough rows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, data: DataConfig) -> None:
         how = {"loss_on": data.loss_on, "system_prompt": data.system_prompt, "turns": data.turns}
@@ -51,7 +51,7 @@ class RowEncoder:
         self._processes: Workers[list[SourceRow], list[EncodedRow]] | None = None
 
     def encode(self, rows: Iterable[SourceRow]) -> Iterator[EncodedRow]:
-        """Each row encoded, read as far ahead as the processes have work for."""
+        """Each row encoded; rows are read ahead only as far as the processes need work."""
         rows = iter(rows)
         first = list(islice(rows, CHUNK_ROWS + 1)) if self._workers else []
         rows = chain(first, rows)
@@ -79,7 +79,7 @@ def encode_rows(
 
 
 def content_key(row: Row) -> int:
-    """64 bits that change with what a row says, not with its name, nor with what is said about it."""
+    """A 64-bit hash of a row's content; without its name and without further keys of its messages."""
     said = row.messages
     if any(len(message) > 2 for message in said):
         said = [{key: value for key, value in message.items() if key in SAID_KEYS} for message in said]
@@ -100,7 +100,7 @@ def _encode_chunk(chunk: list[SourceRow], *, one: partial[EncodedRow]) -> list[E
 
 
 class Workers(Generic[T, R]):
-    """`count` processes that all have `function`, which is sent to each of them once."""
+    """`count` processes that call `function`, which is sent to each of them once."""
 
     def __init__(self, function: Callable[[T], R], count: int) -> None:
         # spawned, not forked: this process may have threads and a CUDA context
@@ -109,7 +109,7 @@ class Workers(Generic[T, R]):
         self._ahead = 2 * count
 
     def map(self, items: Iterable[T]) -> Iterator[R]:
-        """The function's result for each item, in order; items are read as far ahead as there is work for."""
+        """The function's result for each item, in order; items are read ahead only as far as needed."""
         waiting: deque[Future[R]] = deque()
         for item in items:
             waiting.append(self._pool.submit(_call, item))
@@ -135,13 +135,14 @@ _function: list[Callable[[Any], Any]] = []  # set once in each process
 
 def _start(function: Callable[[Any], Any]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which may want what is under way
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; it may still need the work in progress
     Thread(target=_end_with_parent, name="parent", daemon=True).start()
     _function.append(function)
 
 
 def _end_with_parent() -> None:
-    """Of a killed parent nobody would ever get work: the other processes keep the queue open."""
+    """Exit when the parent has ended: else, after a kill of the parent, the process would wait for work forever,
+    because the other processes keep the queue open."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

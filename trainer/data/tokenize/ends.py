@@ -1,4 +1,4 @@
-"""The token that a run teaches a model to end with."""
+"""Finds the token with which a run teaches the model to end its turn."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ WORDS = "yes"
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """The special token that closes the assistant's turn in the chat template, as it is trained; None without one."""
+    """The special token that closes the assistant's turn in the chat template and is a target; None without one."""
     messages = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}]
     try:
         turn = encode(Row("a turn", messages), tokenizer)
-    except DataError:  # a template for rows of another kind
+    except DataError:  # the template is for another kind of rows
         return None
     special = set(special_ids(tokenizer))
     for token in reversed(turn.ids[turn.is_target].tolist()):

@@ -1,6 +1,6 @@
-"""What a chat template leaves out of a row: every word of it is looked for in the rendered text.
+"""Finds what a chat template leaves out of a row: searches the rendered text for every word of the row.
 
-Space around words and between them may differ, tags around thoughts may be others, and what stands in JSON is escaped.
+White space may differ, tags around thoughts may be different ones, and text inside JSON is escaped.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from trainer.data.rows.messages import Message, Row
 THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]", re.IGNORECASE)
 WORD = re.compile(r"\w+")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message with what the model thinks before it answers: targets, like the answer."""
+"""Keys of a message with the model's thoughts before its answer: targets, like the answer."""
 PLAIN = {"role", "content"}
 ALWAYS_READ = {"tool_calls", *THOUGHT_KEYS}
-"""What the assistant generates: it is looked for in the text, whatever the template names."""
+"""Keys that the assistant generates: the search includes them even if the template does not name them."""
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Words of message `turn` that are not in the text, or `turn` -1: a function on offer."""
+    """Words of message `turn` that are not in the text; `turn` -1: one of the row's functions."""
 
     turn: int
     what: str
     words: str
     spoken: bool
-    """Whether they are what is said (answers, thoughts, calls), and no name or number beside it."""
+    """Whether they are part of what is said (answers, thoughts, calls), and not another key of the message."""
 
 
 @cache
 def names_in(template: str) -> frozenset[str]:
-    """Every word of a template; a key that is none of them cannot be read."""
+    """All words of a template; the template cannot read a key that is not among them."""
     return frozenset(WORD.findall(template))
 
 
 def readable(messages: list[Message], template: str) -> tuple[list[Message], list[Remark]]:
-    """The messages with the keys alone that the template may read, and what that leaves out."""
+    """The messages with only those keys that the template may read, and remarks on the other keys."""
     if all(message.keys() <= PLAIN for message in messages):
         return messages, []
     names = names_in(template) | PLAIN | ALWAYS_READ
@@ -54,7 +54,7 @@ def readable(messages: list[Message], template: str) -> tuple[list[Message], lis
 
 
 def is_all_there(row: Row, text: str) -> bool:
-    """Whether every message stands in `text` word for word, one behind the other: the quick look at a plain row."""
+    """Whether `text` contains all messages word for word in this order: a quick check for simple rows."""
     at = 0
     for message in row.messages:
         content = message["content"].strip()
@@ -66,11 +66,10 @@ def is_all_there(row: Row, text: str) -> bool:
 
 
 def find_left_out(row: Row, text: str, spans: Mapping[int, Span]) -> Iterator[LeftOut]:
-    """What of `row` is not in its rendered `text`. `spans`: where turns of the assistant stand in it, as far as that is
-    known.
+    """The parts of `row` that are not in its rendered `text`. `spans`: the known places of assistant turns in it.
 
-    The assistant's words are looked for there, or else between the message before and the next known turn; those of
-    others anywhere, for a template may put the system turn into a question.
+    The assistant's words are searched there, or else between the previous message and the next known turn; those of
+    others anywhere, because a template may put the system turn into a question.
     """
     at = 0
     for turn, message in enumerate(row.messages):
@@ -91,7 +90,7 @@ def find_left_out(row: Row, text: str, spans: Mapping[int, Span]) -> Iterator[Le
 
 
 def _pieces(content: str, role: str) -> Iterator[tuple[str, str]]:
-    """The thoughts of a message and what stands around them."""
+    """The thoughts of a message and the text around them."""
     parts = THOUGHT_TAG.split(content)
     for number, part in enumerate(parts):
         if part.strip():
@@ -119,7 +118,7 @@ def _of_call(turn: int, function: dict[str, Any], area: str) -> Iterator[LeftOut
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value; each template writes numbers and keys in its own way."""
+    """All texts in a JSON value, without numbers and keys: each template writes these differently."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -128,7 +127,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def is_in(words: str, area: str) -> bool:
-    """Whether `words` stand in `area`, with other space or escaped as in JSON."""
+    """Whether `area` contains `words`, possibly with other white space or escaped as in JSON."""
     words = words.strip()
     if words in area or json.dumps(words, ensure_ascii=False)[1:-1] in area:
         return True

@@ -1,4 +1,4 @@
-"""Plain texts for pretraining, read as they are asked for, and as token files.
+"""Reads plain texts for pretraining lazily, and writes them as token files.
 
 Every document is tokenized as plain text, with the tokenizer's end-of-text token after it.
 """
@@ -42,7 +42,7 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Text:
-    """One document, named by its place in the source; `remarks`: what of its row nobody reads."""
+    """One document, named by its place in the source; `remarks`: the parts of its row that are not read."""
 
     id: str
     text: str
@@ -54,7 +54,7 @@ def read_texts(spec: str, *, split: str = TRAIN, limit: int | None = None) -> It
 
     `spec`: a .txt or .md file, or a folder of them at any depth (a document each); a file or data set as
     `trainer.data.rows.sources.read_records` takes it, with a column `text` (a document a row);
-    or `builtin:stdlib-docs`. Raises DataError for anything that cannot be read, and where there is no document at all.
+    or `builtin:stdlib-docs`. Raises DataError for anything that cannot be read, and if there is no document.
     """
     found = 0
     for text in islice(_read(spec, split), limit):
@@ -76,7 +76,7 @@ def _read(spec: str, split: str) -> Iterator[Text]:
 
 
 def _text_files(folder: Path) -> list[Path]:
-    """In an order that the names alone decide."""
+    """The text files at any depth, in an order that depends only on their names."""
     return sorted(path for path in folder.rglob("*") if path.suffix in TEXT_SUFFIXES and path.is_file())
 
 
@@ -119,16 +119,16 @@ def _read_builtin(spec: str) -> Iterator[Text]:
 
 @dataclass
 class TokenizingReport:
-    """What a token file was made of. `bytes_per_token` counts the texts' UTF-8, without end-of-text tokens."""
+    """A report on a new token file. `bytes_per_token` counts the texts' UTF-8, without end-of-text tokens."""
 
     path: str
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
     empty: list[str] = field(default_factory=list)
-    """Names of documents without a token, which are left out."""
+    """Names of documents without tokens, which are left out."""
     findings: list[Finding] = field(default_factory=list)
-    """What of their rows is in no document."""
+    """The parts of the rows that are in no document."""
     dtype: str = ""
     seconds: float = 0.0
 
@@ -140,7 +140,7 @@ class TokenizingReport:
         return {**asdict(self), "empty": len(self.empty), "bytes_per_token": round(self.bytes_per_token, 4)}
 
     def render(self) -> list[str]:
-        """A few lines for people."""
+        """The report as a few lines of text."""
         rate = self.tokens / max(self.seconds, 1e-9)
         lines = [
             f"{self.path}: {self.documents:,} documents, {self.tokens:,} tokens ({self.dtype}), "
@@ -208,7 +208,7 @@ Tokens = tuple[str, np.ndarray, int]
 
 
 def encode_texts(texts: Iterable[Text], tokenizer: PreTrainedTokenizerFast, *, workers: int) -> Iterator[Tokens]:
-    """Every text as tokens, in order; by `workers` processes, or by this one when that is 0."""
+    """Every text as tokens, in order; by `workers` processes, or by this process if that is 0."""
     parts = cut_texts(texts)
     if workers == 0:
         return (tokens for part in parts for tokens in encode_chunk(part, tokenizer))
@@ -216,7 +216,7 @@ def encode_texts(texts: Iterable[Text], tokenizer: PreTrainedTokenizerFast, *, w
 
 
 def encode_chunk(texts: Sequence[Text], tokenizer: PreTrainedTokenizerFast) -> list[Tokens]:
-    """Text is text: what looks like a special token in it becomes ordinary tokens, so nobody's page ends a document."""
+    """Encodes special tokens in the texts as ordinary text, so that a text cannot contain the end of a document."""
     out = tokenizer(
         [text.text for text in texts], split_special_tokens=True, return_attention_mask=False, verbose=False
     )
@@ -227,7 +227,7 @@ def encode_chunk(texts: Sequence[Text], tokenizer: PreTrainedTokenizerFast) -> l
 
 
 def _with_end(ids: Sequence[int], eos: int) -> np.ndarray:
-    """`ids` and the end-of-text token, unless the tokenizer puts it there itself."""
+    """`ids` and the end-of-text token, unless the tokenizer has already added it."""
     return np.asarray(ids if ids and ids[-1] == eos else [*ids, eos], dtype=np.int32)
 
 

@@ -1,4 +1,4 @@
-"""A text that a model is to go on from: as the user's turn of a conversation, or as plain text."""
+"""Encodes a text that a model continues: as the user's turn of a conversation, or as plain text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def encode_prompt(
     tokenizer: PreTrainedTokenizerFast, text: str, *, chat: bool, system: str | None = None, where: str = "the prompt"
 ) -> list[int]:
-    """The ids before the model's first word, as a run of this tokenizer is trained on them.
+    """The IDs before the model's first word, in the form that a run with this tokenizer trains on.
 
-    `chat`: in the tokenizer's template, with the assistant's turn open. Raises DataError that names `where`.
+    `chat`: in the tokenizer's template, with the assistant's turn open. Raises DataError with `where`.
     """
     if chat:
         check_template(tokenizer)
@@ -28,7 +28,7 @@ def encode_prompt(
         ids: list[int] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     else:
         ids = tokenizer(text, verbose=False)["input_ids"]
-        if ids and ids[-1] == tokenizer.eos_token_id:  # some add it, and after it nothing follows
+        if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it, but the text does not end here
             ids = ids[:-1]
     if not ids:
         raise DataError("the prompt is empty", where=where, hint="write what the model is to go on from")

@@ -1,9 +1,9 @@
-"""Token files, `NAME.tokens`: tokenized documents on disk, of which no more is read than is asked for.
+"""Token files, `NAME.tokens`: tokenized documents on disk; only the requested parts are read.
 
-Layout, little endian: a prologue of 64 bytes (magic, format version, where the header stands), then six arrays, each
-at a multiple of 64 bytes, then the header as JSON. `ids` [tokens] uint16 or uint32; `offsets` [docs + 1] uint64, where
-each document begins in it; `targets`, a bit for each token, the first one lowest, empty when all are targets;
-`keys` [docs] uint64, a hash of what each document says; `name_offsets` [docs + 1] uint64 and `names`, in UTF-8.
+Layout, little endian: a prologue of 64 bytes (magic, format version, the header's size and place), then six arrays,
+each at a multiple of 64 bytes, then the header as JSON. `ids` [tokens] uint16 or uint32; `offsets` [docs + 1] uint64,
+where each document begins in `ids`; `targets`, a bit for each token, lowest bit first, empty if all are targets;
+`keys` [docs] uint64, a hash of each document's content; `name_offsets` [docs + 1] uint64 and `names`, in UTF-8.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PROLOGUE = struct.Struct("<8sIIQ")  # magic, version, bytes of the header, where
 SECTIONS = ("ids", "offsets", "targets", "keys", "name_offsets", "names")
 CHUNK_BYTES = 1 << 20
 FileSpan = tuple[str, int, int]
-"""A section, the first byte in it, and bytes."""
+"""A section, the first byte in it, and the number of bytes."""
 
 
 @dataclass(frozen=True)
 class TokenHeader:
-    """What a token file says of itself. `num_targets`: tokens to predict, never a document's first one."""
+    """A token file's header. `num_targets`: tokens to predict; a document's first token never counts."""
 
     dtype: Literal["uint16", "uint32"]
     vocab_size: Count
@@ -57,10 +57,10 @@ class TokenHeader:
 
 
 class TokenFile:
-    """A token file as a sequence of documents: `file[i]` reads one, `file.lengths` [docs] int64 needs none of them.
+    """A token file as a sequence of documents: `file[i]` reads one, `file.lengths` [docs] int64 reads none.
 
-    Reading raises DataError when the file has been written over since it was opened. A file that was put in its place
-    or that was removed changes nothing: what was opened is still there.
+    Reading raises DataError if the file has been overwritten since it was opened. If it was replaced by another file,
+    or removed, reading still works: the opened file still exists.
     """
 
     def __init__(self, file: OpenFile, header: TokenHeader) -> None:
@@ -73,7 +73,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path) -> TokenFile:
-        """Raises DataError when it is no token file, of another format version, or truncated."""
+        """Raises DataError if it is not a token file, has another format version, or is truncated."""
         path = Path(path)
         try:
             file = OpenFile(path)
@@ -115,7 +115,7 @@ class TokenFile:
 
     @property
     def keys(self) -> np.ndarray:
-        """[docs] uint64, equal for documents that say the same, whatever their names."""
+        """[docs] uint64, equal for documents with the same content; names do not matter."""
         [keys] = self._read(("keys", 0, 8 * len(self)))
         return np.frombuffer(keys, "<u8")
 
@@ -130,9 +130,9 @@ class TokenFile:
         return name.decode()
 
     def check(self, *, vocab_size: int, tokenizer: str | None = None) -> None:
-        """Raise DataError when another tokenizer made the file, or when it has an id that a model does not know.
+        """Raise DataError if another tokenizer made the file, or if it has an ID that the model does not have.
 
-        `vocab_size`: rows of the model's embedding. `tokenizer`: the hash of the run's; None: any will do.
+        `vocab_size`: rows of the model's embedding. `tokenizer`: the hash of the run's tokenizer; None: not compared.
         """
         header = self.header
         if tokenizer is not None and header.tokenizer != tokenizer:
@@ -168,7 +168,7 @@ class TokenFile:
             raise _unreadable(self.path, error) from None
 
     def _read_borders(self, section: str, end: int) -> np.ndarray:
-        """[docs + 1] int64, where each document begins; raises DataError unless they ascend from 0 to `end`."""
+        """[docs + 1] int64, where each document begins. Raises DataError unless they ascend from 0 to `end`."""
         [read] = self._read((section, 0, 8 * (len(self) + 1)))
         borders = np.frombuffer(read, "<i8")
         if borders[0] != 0 or borders[-1] != end or (np.diff(borders) < 0).any():
@@ -191,7 +191,7 @@ class TokenFile:
 
 
 def check_ids(doc: Encoded, vocab_size: int, *, of: str = "the model") -> None:
-    """Raise DataError for a document that holds an id that `of`, which knows `vocab_size` of them, does not have."""
+    """Raise DataError for a document with an ID outside of 0 to `vocab_size` - 1. `of`: its owner, for the message."""
     ids = doc.ids
     if ids.size and (ids.max() >= vocab_size or ids.min() < 0):
         place = int(np.flatnonzero((ids >= vocab_size) | (ids < 0))[0])
@@ -207,7 +207,7 @@ def _as_int32(ids: np.ndarray) -> np.ndarray:
 
 
 def _targets(bits: bytes, first: int, count: int) -> np.ndarray:
-    """[count] bool, from the byte on that the bit of token `first` stands in; all are true without any byte."""
+    """[count] bool. `bits`: from the byte that contains token `first`'s bit on; if empty, all are true."""
     if not bits:
         return np.ones(count, dtype=bool)
     flags = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
@@ -215,7 +215,7 @@ def _targets(bits: bytes, first: int, count: int) -> np.ndarray:
 
 
 def _read_header(file: OpenFile) -> TokenHeader:
-    """Raises OSError where the file cannot be read, DataError where it is no whole token file."""
+    """Raises OSError if the file cannot be read, DataError if it is not a complete token file."""
     where = str(file.path.absolute())
     [begin] = file.read((0, min(file.size_bytes, ALIGN)))
     if begin[: len(MAGIC)] != MAGIC:
@@ -243,7 +243,7 @@ def _read_header(file: OpenFile) -> TokenHeader:
 
 
 def _section_bytes(header: TokenHeader) -> dict[str, int]:
-    """What each array takes, but for the names, whose length is nowhere else."""
+    """The bytes of each array; for `names`, as the header says, because their length is not stored elsewhere."""
     docs, tokens = header.num_docs, header.num_tokens
     return {
         "ids": tokens * {"uint16": 2, "uint32": 4}[header.dtype],
@@ -256,7 +256,7 @@ def _section_bytes(header: TokenHeader) -> dict[str, int]:
 
 
 def _end_of_sections(header: TokenHeader) -> int:
-    """Where the header must begin, when each array begins where the one before it ends; else -1."""
+    """Where the header must begin; -1 unless each array begins where the previous one ends."""
     at = ALIGN
     for name in SECTIONS:
         begin, size = header.sections[name]

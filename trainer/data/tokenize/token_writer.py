@@ -1,4 +1,4 @@
-"""Token files are written in one piece, document by document; `trainer.data.tokenize.token_file` has their layout."""
+"""Writes token files document by document, atomically; `trainer.data.tokenize.token_file` describes their layout."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ UINT16_VOCAB = 1 << 16
 class TokenWriter:
     """Writes a token file: `with TokenWriter(path, …) as writer: writer.add(doc)`.
 
-    Memory does not grow with the tokens. The file appears under its name when it is whole and on disk; an exception or
-    a kill leaves what stood there. Raises DataError when it cannot be written.
+    Memory does not grow with the tokens. The file gets its name when it is complete and on disk; after an exception
+    or a kill an earlier file is unchanged. Raises DataError if it cannot be written.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class TokenWriter:
     ) -> None:
         self.path = Path(path)
         self._vocab_size, self._tokenizer, self._has_targets = vocab_size, tokenizer, has_targets
-        self._meta = {} if meta is None else meta  # the caller may add to it until the file is whole
+        self._meta = {} if meta is None else meta  # the caller may add to it until the file is complete
         self._dtype = np.dtype("<u2" if vocab_size <= UINT16_VOCAB else "<u4")
         self._num_docs = self._num_tokens = self._num_targets = self._name_bytes = 0
         self._max_id = -1
-        self._bits = np.zeros(0, dtype=bool)  # of the last byte of `targets`, not yet full
+        self._bits = np.zeros(0, dtype=bool)  # the bits of the last, incomplete byte of `targets`
         self._open = ExitStack()
         self._files: dict[str, IO[bytes]] = {}
 
@@ -76,12 +76,12 @@ class TokenWriter:
 
     @property
     def dtype(self) -> str:
-        """Of the ids: uint16 where the vocabulary allows it, else uint32."""
+        """The dtype of the IDs: uint16 if the vocabulary is small enough, else uint32."""
         name: str = self._dtype.name
         return name
 
     def add(self, doc: Encoded) -> None:
-        """Append a document. Raises DataError for an id that the vocabulary does not have."""
+        """Append a document. Raises DataError for an ID outside the vocabulary."""
         check_ids(doc, self._vocab_size, of="the tokenizer")
         name = doc.id.encode("utf-8", errors="replace")
         self._num_docs += 1
@@ -122,9 +122,9 @@ class TokenWriter:
         main.write(PROLOGUE.pack(MAGIC, VERSION, len(header), start))
         main.flush()
         os.fsync(main.fileno())
-        self._aside.chmod(0o666 & ~_umask())  # mkstemp makes files that only the owner reads
+        self._aside.chmod(0o666 & ~_umask())  # mkstemp creates files that only the owner can read
         self._aside.replace(self.path)
-        with suppress(OSError):  # some network file systems cannot
+        with suppress(OSError):  # some network file systems do not support it
             sync_folder(self.path.parent)
 
     def _header(self, sections: dict[str, list[int]], content_hash: str) -> TokenHeader:
@@ -150,7 +150,7 @@ def _content_key(doc: Encoded) -> bytes:
 
 
 def _pad(file: IO[bytes]) -> int:
-    """Fill up to the next multiple of ALIGN, and give the position."""
+    """Fill up to the next multiple of ALIGN, and return the position."""
     file.seek(0, os.SEEK_END)
     file.write(bytes(-file.tell() % ALIGN))
     return file.tell()

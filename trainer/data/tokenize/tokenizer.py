@@ -1,8 +1,8 @@
 """The tokenizer of a run: the model's own, a named one, or the built-in one of bytes, which needs no download.
 
-Before the first one, it is found out whether the Hugging Face Hub can be reached. Its libraries try each file six
-times, half a minute in all, before they look into their cache or give up, and they read HF_HUB_OFFLINE when they are
-imported, so the answer has to be there before.
+Before loading, a check finds out whether the Hugging Face Hub can be reached. The Hub's libraries try each file six
+times, half a minute in all, before they use their cache or give up. They read HF_HUB_OFFLINE when they are imported, so
+the check must come before the import.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ CHATML_TEMPLATE = """\
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
-"""ChatML; what the assistant says, with its end token, stands in generation tags."""
+"""ChatML; the assistant's words and the end token are inside generation tags."""
 CONNECT_TIMEOUT_S = 5.0
 MAX_TEMPLATE = 1 << 20
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
-    """The tokenizer that `data.tokenizer` names, with the template of `data.chat_template` when that is set."""
+    """The tokenizer that `data.tokenizer` names, with the template of `data.chat_template` if that is set."""
     settle_offline(config)
     name = config.data.tokenizer
     if name == "auto":
@@ -62,7 +62,8 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
 
 
 def _check_template(template: object, name: str) -> None:
-    """Raise DataError for what can be no template: reading one takes more than time in proportion."""
+    """Raise DataError if the template is not text or is too long: the time to parse one grows more than in proportion
+    to its length."""
     texts = list(template.values()) if isinstance(template, dict) else [template] if template is not None else []
     for text in texts:
         wrong = "no text" if not isinstance(text, str) else "too long" if len(text) > MAX_TEMPLATE else None
@@ -71,45 +72,47 @@ def _check_template(template: object, name: str) -> None:
 
 
 def quiet_transformers() -> None:
-    """No progress bars of transformers between our lines, nor words of torchao, which it imports where it is."""
+    """Turn off transformers' progress bars, and the messages of torchao, which transformers imports if it is
+    installed."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    for name in ("torchao", "torch.utils._pytree"):  # kernels for cards that are not here, and a change of torch's own
+    for name in ("torchao", "torch.utils._pytree"):  # about kernels for absent GPUs, and about a change in torch
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Rows that an embedding needs for every id; more than there are tokens when the ids have gaps."""
+    """The rows that an embedding needs for all IDs; more than the number of tokens if the IDs have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """16 hex digits that change with anything that changes ids: the fast tokenizer's own file, or the chat template."""
+    """16 hex digits that change with anything that changes IDs: the fast tokenizer's file or the chat template."""
     digest = hashlib.blake2b(_file_of(tokenizer), digest_size=8)
     digest.update(json.dumps(tokenizer.chat_template, sort_keys=True).encode())
     return digest.hexdigest()
 
 
 def vocabulary_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """16 hex digits that change with anything that changes the ids of plain text, which no chat template does."""
+    """16 hex digits that change with anything that changes the IDs of plain text; a chat template does not."""
     return hashlib.blake2b(_file_of(tokenizer), digest_size=8).hexdigest()
 
 
 def _file_of(tokenizer: PreTrainedTokenizerFast) -> bytes:
     file = json.loads(tokenizer.backend_tokenizer.to_str())
-    del file["truncation"], file["padding"]  # what the last call asked for
+    del file["truncation"], file["padding"]  # settings of the last call
     return json.dumps(file, sort_keys=True).encode()
 
 
 def build_bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """256 bytes and 4 special tokens, 260 in all; any text in composed form (NFC) survives encoding and decoding."""
+    """A tokenizer of 256 bytes and 4 special tokens, 260 in all. Text in composed form (NFC) is unchanged after
+    encoding and decoding."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    # an export of the qwen2 family is reopened as Qwen2Tokenizer whatever its files say, and that one composes
+    # an export of the qwen2 family is always reopened as Qwen2Tokenizer, which applies NFC
     model.normalizer = normalizers.NFC()
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
@@ -135,7 +138,7 @@ def _load_pretrained(name: str) -> PreTrainedTokenizerFast:
     try:
         has_code = bool(get_tokenizer_config(source).get("auto_map"))
         tokenizer = None if has_code else AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and the hub client's own alike
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and the hub client's errors
         raise DataError(
             f"the tokenizer {name!r} cannot be loaded: {str(error).strip().splitlines()[0] if str(error) else error!r}",
             hint=f"data.tokenizer takes a Hugging Face name (needs internet), a folder, or {BYTES}",
@@ -167,7 +170,7 @@ def _read_template(path: Path) -> str:
 
 
 def hub_names(config: Config) -> list[str]:
-    """Models, tokenizers and data sets of the config that only the Hub or its cache can give."""
+    """Models, tokenizers and data sets of the config that come only from the Hub or its cache."""
     models = [name for name in (config.model.name, config.data.tokenizer) if name and name != "auto"]
     missing = [name for name in models if not expanded(name).is_dir()]
     sources = [s.path for s in as_sources([*config.data.train, *config.data.eval]) if not is_local(s.path)]
@@ -175,7 +178,7 @@ def hub_names(config: Config) -> list[str]:
 
 
 def is_hub_reachable() -> bool:
-    """Whether the Hub's host takes a connection; True behind a proxy, which only the libraries can ask."""
+    """Whether the Hub's host accepts a connection; always True behind a proxy, which only the libraries can use."""
     address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     if address.scheme in getproxies():
         return True
@@ -188,6 +191,6 @@ def is_hub_reachable() -> bool:
 
 
 def settle_offline(config: Config) -> None:
-    """Tell the Hub's libraries to use their cache alone when something is asked of a Hub that cannot be reached."""
+    """Make the Hub's libraries use only their cache if the config needs the Hub and it cannot be reached."""
     if hub_names(config) and "HF_HUB_OFFLINE" not in os.environ and not is_hub_reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"

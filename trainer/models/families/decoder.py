@@ -54,7 +54,7 @@ def rotary_frequencies(shape: DecoderShape) -> Tensor:
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long waves slowed by the factor, short ones kept, those between interpolated (Llama 3.1's rule)."""
+    """Llama 3.1's rule: long waves are slowed by the factor, short ones kept, those between interpolated."""
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_position / wavelengths
     weight = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -63,7 +63,7 @@ def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x_bhte: Tensor, cos_bte: Tensor, sin_bte: Tensor) -> Tensor:
-    """Rotary embedding in fp32, back in the input's dtype; the tables are of half the width, for pairs of head dims."""
+    """Rotary embedding in fp32, returned in the input's dtype. The tables have half the width: one value per pair."""
     first, second = x_bhte.float().chunk(2, dim=-1)
     cos, sin = cos_bte.unsqueeze(1), sin_bte.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_bhte.dtype)
@@ -126,7 +126,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """What Hugging Face calls `model`: the embedding, the layers and the final norm."""
+    """Hugging Face's `model`: the embedding, the layers and the final norm."""
 
     inv_freq: Tensor
 
@@ -148,9 +148,9 @@ class Trunk(nn.Module):
 
 
 class Decoder(Model):
-    """A causal language model. Its parameter names are the keys of Hugging Face's checkpoint, no more and no fewer.
+    """A causal language model. Its parameter names are exactly the keys of Hugging Face's checkpoint.
 
-    A tied model has no `lm_head` at all: the head is the embedding's own parameter, which nothing can untie.
+    A tied model has no `lm_head`: the head is the embedding's parameter, so nothing can untie them.
     """
 
     def __init__(self, shape: DecoderShape, *, compute_dtype: torch.dtype = torch.float32) -> None:
@@ -171,11 +171,11 @@ class Decoder(Model):
         packed: bool = True,
         head: Callable[[Tensor, Tensor], Any] | None = None,
     ) -> Any:
-        """The hidden states [B, T, D] after the final norm, or `head(hidden, head_weight [V, D])` when a head is given.
+        """The hidden states [B, T, D] after the final norm, or `head(hidden, head_weight [V, D])` if a head is given.
 
-        The head runs inside this forward because only here FSDP holds its weight gathered. `packed=False` says
-        that every row is one document from position 0, padded at its end at most: causal attention alone is then right
-        for all but the padding, and faster.
+        The head runs inside this forward because only here FSDP holds its weight gathered. `packed=False` means that
+        every row is one document from position 0, padded only at its end. Causal attention alone is then correct for
+        all positions except the padding, and faster.
         """
         mask = (document_blocks if self._flex else document_mask)(doc_ids) if packed else None
         hidden = self.model(input_ids, positions, mask, self.compute_dtype)
@@ -185,11 +185,11 @@ class Decoder(Model):
 
     @property
     def blocks(self) -> Sequence[Block]:
-        return cast("Sequence[Block]", self.model.layers)  # a ModuleList does not say of what it is one
+        return cast("Sequence[Block]", self.model.layers)  # ModuleList has no element type
 
     @property
     def head_weight(self) -> Tensor:
-        """The [V, D] matrix from hidden states to logits, tied or own."""
+        """The [V, D] matrix from hidden states to logits, tied or separate."""
         return self.model.embed_tokens.weight if self.shape.tie_embeddings else self.lm_head.weight
 
     def units(self) -> Units:
@@ -197,7 +197,7 @@ class Decoder(Model):
         compiled, inside = (*blocks, trunk.norm), (trunk, trunk.layers)
         if self.shape.tie_embeddings:  # the head uses the embedding after its group would be freed
             return Units(sharded=blocks, inseparable=(*inside, trunk.embed_tokens), compiled=compiled)
-        # an untied embedding and head are as large as several blocks: alone, their traffic hides behind products
+        # an untied embedding and head are as large as several blocks: in groups of their own they overlap with products
         return Units(sharded=(trunk.embed_tokens, *blocks, self.lm_head), inseparable=inside, compiled=compiled)
 
     def hf_classes(self) -> dict[str, str]:
@@ -205,7 +205,7 @@ class Decoder(Model):
         return {f"{family}{theirs}": ours for theirs, ours in HF_CLASSES.items()}
 
     def choose_kernels(self, device: torch.device) -> None:
-        """Packed rows go through FlexAttention where that can be had, else a dense mask as at first."""
+        """Use FlexAttention for packed rows if it can run; else the dense mask stays."""
         head_dim = self.shape.head_dim
         self._flex = why_no_flex(device, head_dim) is None
         for block in self.blocks:
@@ -216,8 +216,8 @@ class Decoder(Model):
         self.model.inv_freq = rotary_frequencies(self.shape).to(device)
 
     def flops(self) -> Flops:
-        """An untied embedding is looked up, not multiplied with, and counts for nothing. A frozen parameter takes part
-        in two products instead of three: it has no gradient."""
+        """Operations of a token. An untied embedding is a look-up without products, so it does not count. A frozen
+        parameter takes part in two products instead of three: it has no gradient."""
         shape = self.shape
         flops = {
             name: parameter.numel() * (6.0 if parameter.requires_grad else 4.0)

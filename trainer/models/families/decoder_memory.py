@@ -1,8 +1,8 @@
 """Bytes that a Decoder keeps between the forward and the backward pass of one micro-batch, counted from its shapes.
 
-The model is on the meta device: its shapes, what of it trains, and its adapters decide. This follows
-`families.decoder` tensor by tensor, so whoever changes what a block computes changes this too; tests compare it with
-what torch really saves, and with what the compiler's partitioner really keeps.
+The model is on the meta device: its shapes, its trained parameters and its adapters decide. This module follows
+`families.decoder` tensor by tensor: a change of a block's computation needs a change here. Tests compare it with the
+tensors that torch really saves and that the compiler's partitioner really keeps.
 
 Legend: n tokens of a micro-batch, c bytes of a product's dtype, D hidden, Q and K query and key-value widths,
 I intermediate, H heads, V vocabulary.
@@ -42,7 +42,7 @@ def block_memory(block: Block, shape: DecoderShape, lora: LoraSpec | None, micro
 
 
 def outer_memory(decoder: Decoder, micro: Micro) -> OuterMemory:
-    """What the embedding, the final norm, the rotary tables, the mask and the head keep."""
+    """Bytes that the embedding, the final norm, the rotary tables, the mask and the head keep."""
     shape, norm = decoder.shape, decoder.model.norm.weight
     entry = micro.n * micro.c * shape.hidden_size
     rotary = FP32 * micro.n * shape.head_dim
@@ -52,12 +52,13 @@ def outer_memory(decoder: Decoder, micro: Micro) -> OuterMemory:
 
 
 def _is_dense(shape: DecoderShape, micro: Micro) -> bool:
-    """Whether packed rows go through a dense mask."""
+    """Whether packed rows use a dense mask."""
     return micro.packed and not (micro.triton and shape.head_dim in FLEX_HEAD_DIMS)
 
 
 def _head(decoder: Decoder, micro: Micro) -> tuple[int, int]:
-    """What the loss adds, and what of it stays: the head's gradient, summed in fp32 and kept in the weight's dtype."""
+    """Bytes that the loss adds, and bytes of it that stay: the head's gradient, summed in fp32, kept in the weight's
+    dtype."""
     weight, vocab = decoder.head_weight, decoder.shape.vocab_size
     chunk, width = (CHUNK_TOKENS, micro.c) if micro.triton else (CHUNK_TOKENS_IN_TORCH, micro.c + FP32)
     logits = min(chunk, micro.n) * vocab * width
@@ -72,7 +73,7 @@ def _head(decoder: Decoder, micro: Micro) -> tuple[int, int]:
 
 
 def _saved(block: Block, shape: DecoderShape, lora: LoraSpec | None, micro: Micro) -> int:
-    """Two norms, queries to attention output, and the MLP's products; adapters beside them."""
+    """Two norms, the tensors from queries to attention output, the MLP's products, and the adapters."""
     n, c = micro.n, micro.c
     attention, mlp = block.self_attn, block.mlp
     inputs = n * c * shape.hidden_size
@@ -111,12 +112,12 @@ def _selected(shape: DecoderShape, micro: Micro) -> int:
 
 
 def _norm(micro: Micro, groups: int, width: int, *, trains: bool) -> int:
-    """One RMSNorm over `groups` of a width: its fp32 input, one statistic each, and the normed values."""
+    """One RMSNorm over `groups`, of `width` values together: fp32 input, one statistic per group, normed values."""
     return micro.n * (FP32 * width + FP32 * groups + (micro.c * width if trains else 0))
 
 
 def _adapter(linear: Linear, spec: LoraSpec | None, micro: Micro) -> int:
-    """The narrow product, and with dropout the dropped input with its mask."""
+    """The product with A, and with dropout the input after dropout and its mask."""
     if linear.adapter is None or spec is None:
         return 0
     dropped = micro.n * (micro.c + 1) * linear.in_features if spec.dropout else 0
@@ -127,7 +128,7 @@ def _adapter(linear: Linear, spec: LoraSpec | None, micro: Micro) -> int:
 
 
 def _values(block: Block, shape: DecoderShape, lora: LoraSpec | None, micro: Micro, *, fused: bool) -> Iterator[Value]:
-    """What it computes, as the partitioner sees it."""
+    """The values that the block computes, as the partitioner counts them."""
     n, c, attention, mlp = micro.n, micro.c, block.self_attn, block.mlp
     wide, inner = shape.hidden_size, shape.intermediate_size
     query, kv = _widths(shape)
@@ -136,18 +137,18 @@ def _values(block: Block, shape: DecoderShape, lora: LoraSpec | None, micro: Mic
     for readers in (projections, (mlp.gate_proj, mlp.up_proj)):
         yield Value("cheap", n * c * wide * any(map(_keeps_input, readers)))  # the normed input
     turned = n * c * (query + kv)
-    if fused:  # the values are a part of the one product, and keep all of it
+    if fused:  # attention's values are a view of the one product, and keep all of it
         yield Value("product", n * c * (query + 2 * kv), flops * (query + 2 * kv))
     elif shape.qk_norm:
         yield from (Value("product", n * c * width, flops * width) for width in (query, kv, kv))
-    else:  # queries and keys are kept after they are turned
+    else:  # queries and keys are kept after the rotation
         yield Value("product", n * c * kv, flops * kv)
     if fused or shape.qk_norm:
         yield Value("dear", turned)
     else:
         yield from (Value("product", n * c * width, flops * width) for width in (query, kv))
-    yield Value("dear", n * (c * query + FP32 * shape.num_heads))  # attention's output and its logarithms of sums
-    yield Value("cheap", n * c * query * _keeps_input(attention.o_proj))  # the output again, head by head in a row
+    yield Value("dear", n * (c * query + FP32 * shape.num_heads))  # attention's output and its log-sum-exp
+    yield Value("cheap", n * c * query * _keeps_input(attention.o_proj))  # the output again, heads side by side
     yield Value("product", n * c * wide, 2.0 * n * query * wide)
     yield from (Value("product", n * c * inner, flops * inner) for _ in range(2))
     yield Value("cheap", n * c * inner * _keeps_input(mlp.down_proj))
@@ -156,13 +157,13 @@ def _values(block: Block, shape: DecoderShape, lora: LoraSpec | None, micro: Mic
 
 
 def _is_fused(block: Block, c: int) -> bool:
-    """Whether queries, keys and values are one product (`trainer.models.layers.products`): where weights are cast."""
+    """Whether queries, keys and values are one product (`trainer.models.layers.products`): if all weights are cast."""
     attention = block.self_attn
     return all(x.weight.element_size() != c for x in (attention.q_proj, attention.k_proj, attention.v_proj))
 
 
 def _cast_sizes(block: Block, c: int) -> tuple[int, int]:
-    """Bytes of the casts of the weights: those in one matrix with others, and those alone."""
+    """Bytes of the casts of the weights: those in a shared matrix, and separate ones."""
     attention, mlp = block.self_attn, block.mlp
     together = (attention.q_proj, attention.k_proj, attention.v_proj)
     return _cast_size(together, c), _cast_size((attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj), c)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FAMILIES = ("qwen2", "qwen3", "llama")
 SUPPORTED = f"{', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}"
 
-# More is no model but a damaged number: even without storage, a module is made for each layer.
+# A larger number is damaged, and no model: even without storage, each layer becomes a module.
 Layers = Annotated[int, Within(1, 4096)]
 Width = Annotated[int, Within(1, 1 << 24)]
 Number = Annotated[int, Within(1, 1 << 31)]
@@ -98,7 +98,7 @@ class DecoderShape:
 
 @dataclass(frozen=True)
 class RopeFields:
-    """transformers 5's rope_parameters, and 4's rope_scaling."""
+    """The keys of transformers 5's rope_parameters and of 4's rope_scaling."""
 
     rope_theta: Positive | None = None
     rope_type: str | None = None
@@ -115,7 +115,7 @@ class RopeFields:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What a config.json says of what is read of it here; what it leaves out is its family's default."""
+    """The keys of a config.json that are read here; a missing key has its family's default."""
 
     model_type: Literal["qwen2", "qwen3", "llama"]
     vocab_size: Number | None = None
@@ -163,18 +163,18 @@ DECODERS = DecoderFamily()
 
 
 def model_folder(name: str, dist: Dist, *, weights: bool = True) -> Path:
-    """The local folder of a model given by folder or Hugging Face name. Raises ModelError for one that Decoder does not
-    compute."""
+    """The local folder of a model given by folder or Hugging Face name. Raises ModelError if Decoder does not support
+    the model."""
 
     def check(folder: Path) -> None:
         read_model_config(folder)
-        read_generation(folder)  # what the export takes over
+        read_generation(folder)  # the export copies it
 
     return fetch_model(name, dist, check=check, weights=weights)
 
 
 def shape_from_config(config: ModelConfig, vocab_size: int, *, folder: Path | None = None) -> DecoderShape:
-    """The shape of the configured model: of `folder` (or config.name) when it has a name, else from the fields.
+    """The shape of the configured model: with a name, of `folder` (or config.name), else from the config's fields.
 
     `vocab_size` is the tokenizer's; a named model must have at least as many rows in its embedding.
     """
@@ -204,10 +204,10 @@ def shape_from_config(config: ModelConfig, vocab_size: int, *, folder: Path | No
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """What the config.json of a model says. Raises ModelError for a model type that Decoder does not compute.
+    """The config.json of a model. Raises ModelError for a model type that Decoder does not support.
 
-    transformers is not asked which class that takes: for a type that it does not know it offers on the terminal to run
-    the folder's own code.
+    This does not ask transformers for the class: for an unknown type, transformers asks on the terminal whether to run
+    the folder's code.
     """
     path = folder / CONFIG_FILE
     try:
@@ -231,17 +231,17 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 def shape_from_pretrained(source: Path, vocab_size: int) -> DecoderShape:
     """The shape that the config.json of a folder describes.
 
-    Raises ModelError for an architecture or a feature that Decoder does not compute, naming the field.
+    Raises ModelError that names the field for an architecture or a feature that Decoder does not support.
     """
     config, path = read_model_config(source), source / CONFIG_FILE
     try:
         from_json(config, ModelFile)
         read = {name: value for name, value in config.items() if name in ModelFile.__dataclass_fields__}
-        hf = _config_class(config["model_type"]).from_dict(read)  # what it leaves out is its class's matter
+        hf = _config_class(config["model_type"]).from_dict(read)  # the class fills in missing keys
         told = from_json({name: getattr(hf, name, None) for name in ModelFile.__dataclass_fields__}, ModelFile)
     except InvalidData as damage:
         raise ModelError(f"{path}: {damage}") from None
-    except Exception as error:  # transformers 5 checks what belongs together, with its own errors
+    except Exception as error:  # transformers 5 checks related fields, with its own errors
         raise ModelError(f"{path} cannot be used: {first_line(error)}") from error
     _refuse_unsupported(told, source)
     try:
@@ -322,7 +322,7 @@ def _rope(told: ModelFile, path: Path) -> tuple[float, RopeScaling | None]:
         raise damage.within("rope_scaling") from None
 
 
-# --- as Hugging Face says it ------------------------------------------------------------------------------------------
+# --- in Hugging Face's form -------------------------------------------------------------------------------------------
 
 
 def shape_to_hf_config(shape: DecoderShape) -> PretrainedConfig:
@@ -354,7 +354,7 @@ def _config_class(family: str) -> Any:
 
 
 def rope_fields(shape: DecoderShape) -> dict[str, Any]:
-    """rope_theta and rope_scaling as transformers 4, vLLM and others read them; transformers 5 takes them too."""
+    """rope_theta and rope_scaling in the form that transformers 4, vLLM, others and also transformers 5 read."""
     scaling = shape.rope_scaling
     if scaling is None:
         return {"rope_theta": shape.rope_theta, "rope_scaling": None}
