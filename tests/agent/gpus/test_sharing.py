@@ -87,7 +87,7 @@ def test_gpu_that_another_job_holds_is_refused_with_job_and_user_until_it_ends(h
     done = run(host, "--gpus", "1,2")
     assert done.returncode == 125
     assert error_of(done).startswith(f"GPU 1 is held by job {holder.name} of user ")
-    assert "free: --gpus 2,3;" in error_of(done)
+    assert "free: --gpus 2,3. Or" in error_of(done)
     go(holder)
     end_of(Job(str(holder)))
     assert run(host, "--gpus", "1,2").returncode == 0
