@@ -33,7 +33,7 @@ TRAIN_KEY = """\
     \"\"\"How long the loop waits.\"\"\"
 """
 ROW = '    _row("--nice", "target.niceness", "Stand back behind others.", type=int, metavar="N", at_resume={}),\n'
-END_OF_ROWS = ')\n"""What the host does with a job by itself."""'
+END_OF_ROWS = ')\n"""The rules that the host applies to a job without the client."""'
 
 
 def copied(folder: Path) -> Path:
