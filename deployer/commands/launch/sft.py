@@ -55,7 +55,10 @@ def show_config(made: Made, *, overrides: Sequence[str], to: str) -> None:
         return
     say, mark, head = (terminal.say, "#   ", "# ") if to == "comments" else (terminal.notice, "  ", "")
     lines = [*made.text.rstrip("\n").split("\n"), *(f"# and of the command line: {word}" for word in overrides)]
-    say(shown(f"{head}config, which the job keeps as its config.yaml:"), *(shown(f"{mark}{line}") for line in lines))
+    say(
+        shown(f"{head}config (options such as --gpus are added for the job, and not shown here):"),
+        *(shown(f"{mark}{line}") for line in lines),
+    )
 
 
 def write_config(made: Made, file: str, *, overrides: Sequence[str], program: str) -> None:

@@ -19,8 +19,12 @@ SHOWN_ENDED = 20
 
 
 def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
+    """Shows the jobs. Raises the first host's error if no host answered and no job is known: that is not "no jobs"."""
     answers = ask_all(hosts)
     rows = rows_of(hosts, answers, read_records())
+    failed = [answer for answer in answers if isinstance(answer, FerryError)]
+    if failed and not rows and len(failed) == len(answers):
+        raise failed[0]
     if as_json:
         terminal.say_json([row_as_json(row) for row in rows])
     else:
@@ -34,7 +38,7 @@ def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
                 terminal.notice(shown(f"what {host.name} said last is not known: {damage}"))
     said = {answer.message for answer in answers if isinstance(answer, FerryError)}
     terminal.notice(*(shown(f"{row.job.id}: {row.trouble}") for row in rows if row.trouble and row.trouble not in said))
-    if not rows and not as_json:
+    if not rows and not failed and not as_json:
         terminal.notice(shown("no jobs"))
 
 

@@ -62,6 +62,13 @@ def test_jobs_of_a_host_that_is_gone_are_shown_as_last_seen_and_found_again(ferr
     finish(ferry, live)
 
 
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_ps_of_a_host_that_was_never_reached_is_an_error_and_not_no_jobs(ferry: Ferry, words: tuple[str, ...]) -> None:
+    done = ferry.run("ps", "--ssh", "no-such-host.invalid", *words)
+    assert done.returncode == 125 and b"no jobs" not in done.stdout + done.stderr
+    assert not words or json.loads(done.stdout)["error"]["code"] == "unreachable"
+
+
 def modes(folder: Path) -> list[str]:
     return [oct(path.stat().st_mode & 0o777) for path in folder.iterdir()]
 
