@@ -2,8 +2,8 @@
 
     .venv/bin/python bench/fanout.py [--hosts 64] [--servers 8]
 
-One client process launches the same plan on every host at the same time, each in a thread of its own. The hosts are 64
-roots behind 8 SSH servers of this machine, each with an agent, a supervisor and a job of its own: they share the cores
+One client process launches the same plan on every host at the same time, each in a separate thread. The hosts are 64
+roots behind 8 SSH servers of this machine, each with an agent, a separate supervisor and job: they share the cores
 of this machine, which real hosts do not. What these cores need for all of that is printed beside it.
 """
 

@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/ps.py [--hosts 20] [--rounds 3] [--step-ms 100]
 
-Each host is an SSH server on a port of its own; host N begins to answer N times 100 ms late, as if it were far away or
+Each host is an SSH server on a separate port; host N begins to answer N times 100 ms late, as if it were far away or
 busy. All of them share this machine's cores, which real hosts do not.
 """
 
