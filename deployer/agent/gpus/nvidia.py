@@ -51,6 +51,11 @@ class Holder(NamedTuple):
     command: str
     memory_mib: int
 
+    @property
+    def who(self) -> str:
+        owner = "" if self.user == "?" else " of " + self.user
+        return "pid %d%s, %s" % (self.pid, owner, self.command)
+
 
 def list_gpus(env: Dict[str, str], *, timeout_s: float = TIMEOUT_S) -> List[Gpu]:
     """All GPUs; empty without nvidia-smi on the environment's PATH. Raises AgentError if nvidia-smi fails or hangs."""
@@ -236,9 +241,7 @@ def users_of(gpu: Gpu, using: Sequence[Holder], *, memory: bool = True) -> str:
     """Who uses a GPU, as text, with the memory in use; "" if it is free."""
     here = [h for h in using if h.gpu_uuid == gpu.uuid]
     if here:
-        owner = {h.pid: "" if h.user == "?" else " of " + h.user for h in here}
-        shown = [("pid %d%s, %s" % (h.pid, owner[h.pid], h.command), ", %d MiB" % h.memory_mib) for h in here]
-        return ", ".join(who + (size if memory else "") for who, size in shown)
+        return ", ".join(h.who + (", %d MiB" % h.memory_mib if memory else "") for h in here)
     if gpu.memory_used_mib > BUSY_MIB:
         size = "%d MiB " % gpu.memory_used_mib if memory else ""
         return size + "in use by a process that this login cannot see (in another container?)"

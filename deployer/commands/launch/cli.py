@@ -168,7 +168,7 @@ def with_config(command: Callable[..., Any]) -> Callable[..., Any]:
 def sft(lora: bool, **options: Any) -> None:
     """Fine-tune a model on conversations, without a config file.
 
-    The config is the one that `init` writes, with your options in it; KEY=VALUE sets any key. It is shown and then runs
+    The config is the one that `init` writes, with your model and data. KEY=VALUE sets any key. It is shown, and runs
     as with `run CONFIG`, on this machine unless --ssh names a host. The model's folder and the data are sent, even if
     git ignores them.
 

@@ -141,4 +141,10 @@ PLANTED = {
         "    except ImportError:\n",
         seed=10010423,
     ),
+    "watchdog that a failing look at /proc ends": Planted(
+        "trainer.failures.watchdog",
+        "    with suppress(OSError):\n        try:\n            state",
+        "    if True:\n        try:\n            state",
+        seed=10048363,
+    ),
 }
