@@ -21,7 +21,7 @@ FIELD = '''\
     """How far the job stands back behind others."""
 '''
 ROW = '    _row("--nice", "target.niceness", "Stand back behind others.", type=int, metavar="N", at_resume={}),\n'
-END_OF_ROWS = ')\n"""What the host does with a job by itself."""'
+ROWS = "LIMITS = (\n"
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(REPO / name, copy)
     schema, options = copy / "trainer" / "schema" / "target.py", copy / "deployer" / "commands" / "key_options.py"
     schema.write_text(schema.read_text() + FIELD)
-    before, end, after = options.read_text().partition(END_OF_ROWS)
-    assert end
-    options.write_text(before + ROW + end + after)
+    before, rows, after = options.read_text().partition(ROWS)
+    assert rows
+    options.write_text(before + rows + ROW + after)
     return copy
 
 
