@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from rich.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 HASH_SEED = "PYTHONHASHSEED"
+BATCH = 1000
+"""Schedules that one process carries out."""
 SAME_ADDRESSES = 0x0040000
 """ADDR_NO_RANDOMIZE of personality(2); where that is refused, a replay may differ now and then."""
 
@@ -162,15 +164,33 @@ def search(options: Any) -> int:
 
 
 def _work(options: Any, worker: int, began: float, out: Any) -> None:
+    """Carries out every n-th seed, in batches, each in a process of its own: what a schedule leaves in this process
+    must not reach a later one for long."""
+    seeds, failed = range(options.first + worker, options.first + options.count, options.workers), 0
+    gc.freeze()  # the modules stay; a schedule's own rubbish is small: 14 % quicker
+    parts_of(options)
+    for start in range(0, len(seeds), BATCH):
+        if time.monotonic() - began > options.seconds or failed >= options.most:
+            break
+        pid = os.fork()
+        if pid == 0:
+            os._exit(_batch(options, seeds[start : start + BATCH], began, options.most - failed, out))
+        end = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if end < 0:
+            os.kill(os.getpid(), -end)
+        failed += end
+
+
+def _batch(options: Any, seeds: Sequence[int], began: float, most: int, out: Any) -> int:
+    """Returns how many have failed; ends when `most` have."""
     from tests.world.shrink import shrink
 
     parts, failed = parts_of(options), 0
-    gc.freeze()  # the modules stay; a schedule's own rubbish is small: 14 % quicker
     gc.set_threshold(100_000, 50, 1000)
-    for number, seed in enumerate(range(options.first + worker, options.first + options.count, options.workers)):
+    for number, seed in enumerate(seeds):
         if number % 200 == 199:
             gc.collect()  # what outlived its schedule, 0.1 MB each
-        if time.monotonic() - began > options.seconds or failed >= options.most:
+        if time.monotonic() - began > options.seconds or failed >= most:
             break
         schedule = parts.make(seed)
         try:
@@ -185,6 +205,7 @@ def _work(options: Any, worker: int, began: float, out: Any) -> None:
                 shortest, why = shrink(schedule, parts.carry_out, parts.shorter)
             failures.append((seed, why, str(shortest)))
         out.write(json.dumps({"done": 1, "failures": failures}) + "\n")
+    return min(failed, 127)
 
 
 def _tell(seed: int, why: str, schedule: str, options: Any) -> None:

@@ -266,6 +266,12 @@ PLANTED = {
         seed=1,
         more=(("is_alive(identity) and supervises(identity.pid, job)", "False"),),
     ),
+    "collection that takes the contents of a tree that stayed": Planted(
+        "deployer.agent.gc.collect",
+        "            promised |= now.blobs_of.get(obj.name, frozenset()) if obj.kind == TREE else set()\n",
+        "",
+        seed=11011629,
+    ),
     "collection that does not remove what it took": Planted(
         "deployer.agent.gc.collect",
         "        remove_folder(aside)\n    left = [aside for aside in asides if os.path.lexists(aside)]\n",

@@ -85,7 +85,7 @@ def collect(root: Root, seen: Inventory, policy: Policy) -> Tuple[Removals, List
         chosen = choose(now, policy._replace(only=jobs))
         gone = _take_jobs(root, chosen.jobs)
         kept = [job for job in now.jobs if job not in gone]  # one that came to life keeps what it needs
-        objects, refused = _take_objects(root, leftovers(now, kept, policy))
+        objects, refused = _take_objects(root, now, leftovers(now, kept, policy))
     asides = [aside for aside in (*gone.values(), *objects.values()) if aside is not None]
     for aside in asides:
         remove_folder(aside)
@@ -136,20 +136,26 @@ def _take_job(root: Root, job: Job) -> Optional[str]:
         os.close(fd)
 
 
-def _take_objects(root: Root, objects: Sequence[GcObject]) -> Tuple[Dict[GcObject, Optional[str]], List[str]]:
+def _take_objects(
+    root: Root, now: Inventory, objects: Sequence[GcObject]
+) -> Tuple[Dict[GcObject, Optional[str]], List[str]]:
     """Removes the objects or renames them aside. Returns the new path of each (None if it is already removed), and the
-    paths of those that stayed.
+    paths of those that could not be removed.
 
-    Trees are removed before blobs: a tree promises that its blobs are there.
+    Trees are removed before blobs: a tree promises that its blobs are there. So the blobs of a tree that cannot be
+    removed stay too.
     """
     folders = {**_folders(root), TREE: root.trees, PACK: root.packs, SPARE: os.path.join(root.path, "store")}
     taken: Dict[GcObject, Optional[str]] = {}
     stayed: List[str] = []
+    promised: Set[str] = set()
     for obj in sorted(objects, key=lambda obj: obj.kind in (BLOB, PACK)):
         if obj.kind == BLOB:
             path = os.path.join(root.blobs, obj.name[:2], obj.name[2:])
         else:
             path = os.path.join(folders[obj.kind], obj.name)
+        if promised & (now.packed.get(obj.name, frozenset()) if obj.kind == PACK else {obj.name}):
+            continue
         aside = None
         if obj.kind in (TREE, BLOB, PACK):
             remove(path)
@@ -157,6 +163,7 @@ def _take_objects(root: Root, objects: Sequence[GcObject]) -> Tuple[Dict[GcObjec
             aside = _take(root, path)
         if os.path.lexists(path):
             stayed.append(path)
+            promised |= now.blobs_of.get(obj.name, frozenset()) if obj.kind == TREE else set()
         else:
             taken[obj] = aside
     return taken, stayed

@@ -10,7 +10,7 @@ import signal
 import sys
 import types
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import lru_cache
 from pathlib import Path as RealPath
 from typing import Any
 
@@ -60,7 +60,7 @@ load = SHIPPED.load
 # --- what the model computes ------------------------------------------------------------------------------------------
 
 
-@cache
+@lru_cache(maxsize=1024)  # a schedule's own; a search has many
 def content(seed: int, name: str, step: int) -> bytes:
     """Of a tensor after a step: each is made of the one before."""
     if step == 0:
@@ -77,7 +77,7 @@ def random_of(seed: int, rank: int, step: int) -> bytes:
     return f"random {seed} {rank} {step}".encode()
 
 
-@cache
+@lru_cache(maxsize=1024)
 def loss_of(seed: int, step: int) -> float:
     """On held-out data."""
     return int.from_bytes(content(seed, "loss", step)[:2], "big") / 65536
