@@ -17,7 +17,7 @@ from typing import NoReturn
 import click
 
 import trainer
-from trainer.commands.help import CONTEXT, TRAIN, TRAINING, VERBS
+from trainer.commands.help import CONTEXT, TRAIN, TRAINING, VERBS, as_called
 from trainer.commands.interruptible import interruptible
 from trainer.commands.usage import in_two_parts
 from trainer.config.kinds.recognise import CONFIG, expect, read_kind
@@ -27,7 +27,18 @@ from trainer.errors import UserError
 from trainer.host_memory import available_cores
 from trainer.run_folder import IN_USE_HINT, PATIENCE_S, acquire_run_folder, release_all
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
-from trainer.start import caches, launch
+from trainer.start import by_hand, caches, launch
+from trainer.start.place import (
+    Alone,
+    Node,
+    Place,
+    Rank,
+    changes,
+    is_other_rank,
+    note_on_processes,
+    read_place,
+    render_place,
+)
 from trainer.startup import Startup
 
 COMMANDS = {
@@ -64,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except UserError as error:
         if "--debug" in words:
             raise
-        if launch.is_under_torchrun(os.environ) and os.environ["RANK"] != "0":
+        if is_other_rank(os.environ):
             launch.let_rank_0_tell()  # every rank of a torchrun started by hand reads the same config
         write_error(error.render())
         if "--json" in words:
@@ -163,8 +174,9 @@ def train_command(
         raise click.UsageError("--json belongs to --inspect or --calibrate")
     if run_dir is not None and (inspect or calibrate):
         raise click.UsageError("--run-dir belongs to a run: --inspect and --calibrate have no run folder")
-    if not launch.is_under_torchrun(os.environ) and JOB_ID_ENV not in os.environ:  # a job's config.yaml is a config
-        program = click.get_current_context().command_path
+    program = click.get_current_context().command_path
+    place: Place = Alone() if inspect else take_place(program)
+    if not isinstance(place, Rank) and JOB_ID_ENV not in os.environ:  # a job's config.yaml is a config
         expect(read_kind(config_path, named=kind), config_path, CONFIG, program=deployer_of(program))
     check_torch()
     config = load_config(config_path, overrides, fsdp_config=fsdp_config, tell=tell_note)
@@ -172,11 +184,29 @@ def train_command(
         show_inspection(config, samples=3 if samples is None else samples, card_gib=card_gib, as_json=as_json)
         return
     if calibrate:
-        sys.exit(start_calibration(config, as_json=as_json, debug=debug))
-    if launch.is_under_torchrun(os.environ):
+        sys.exit(start_calibration(config, place, as_json=as_json, debug=debug))
+    said = render_place(place)
+    if said is not None:
+        write_line(sys.stdout, said)
+    if isinstance(place, Rank):
         prepare_rank(config, run_dir)
         sys.exit(train(config, run_dir or _run_dir_of_env(), debug=debug))
-    start(config, run_dir or _run_dir_of_env(), debug=debug)
+    start(config, run_dir or _run_dir_of_env(), place, debug=debug)
+
+
+def take_place(program: str) -> Place:
+    """Decide from the environment what this process is, and make the environment say so: RANK is then set exactly in a
+    rank. Raises UserError."""
+    try:
+        place = read_place(os.environ)
+    except UserError as error:
+        raise UserError(error.message, hint=as_called(error.hint, program.rpartition(" ")[0])) from None
+    for name, value in changes(place).items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return place
 
 
 def deployer_of(program: str) -> str:
@@ -226,16 +256,28 @@ def check_torch() -> None:
     caches.use_bytecode_cache(torch, os.environ)
 
 
-def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
-    """Train in this process, or become torchrun when the config names several devices. Raises ConfigError."""
+def start(config: Config, run_dir: Path | None, place: Alone | Node, *, debug: bool) -> NoReturn:
+    """Train in this process, or become torchrun when the config names several devices or several nodes take part.
+    Raises ConfigError."""
     if config.script is not None:
         raise ConfigError(f"script is {config.script!r}: train.py runs the trainer only", hint="use deploy.py")
     prepare_host(config)
+    if isinstance(place, Node):
+        note = note_on_processes(os.environ, num_processes(config))
+        if note is not None:
+            tell_note(note)
+        os.environ.update(by_hand.gloo_env(config, place, os.environ))
+        if place.rank > 0:
+            if run_dir is not None:
+                forget_stop(run_dir)
+            by_hand.start_node(config, place, run_dir and run_dir.absolute(), debug=debug)
     run_dir = (run_dir or launch.new_run_dir(config, time.localtime())).absolute()
     with holding(run_dir):
         launch.write_config(config, run_dir)
         forget_stop(run_dir)
     write_line(sys.stdout, f"run folder: {run_dir}")
+    if isinstance(place, Node):
+        by_hand.start_node(config, place, run_dir, debug=debug)
     processes = num_processes(config)
     if processes == 1:
         sys.exit(train(config, run_dir, debug=debug))
@@ -254,11 +296,13 @@ def prepare_host(config: Config) -> None:
     os.environ.update(launch.build_launch_env(here, os.environ, cores=available_cores()))
 
 
-def start_calibration(config: Config, *, as_json: bool, debug: bool) -> int:
+def start_calibration(config: Config, place: Place, *, as_json: bool, debug: bool) -> int:
     """Time micro-batches in this process or in the ranks of a torchrun; returns the exit code. Raises ConfigError."""
+    if isinstance(place, Node):
+        tell_note(f"--calibrate uses this node alone, not all {place.nodes}")
     if config.script is not None:
         raise ConfigError(f"script is {config.script!r}: --calibrate is about the trainer only")
-    if launch.is_under_torchrun(os.environ):
+    if isinstance(place, Rank):
         prepare_rank(config, None)
     else:
         prepare_host(config)

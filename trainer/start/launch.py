@@ -22,6 +22,7 @@ from trainer.config.load import ConfigError, config_to_yaml, local_data_paths, n
 from trainer.files import expanded, replace_text
 from trainer.metrics.trackers import check_trackers
 from trainer.schema import AUTO_GPUS, CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Config, gpu_count
+from trainer.start.place import without_torchruns
 from trainer.startup import now_s, process_start_s
 from trainer.words import first_few
 
@@ -71,10 +72,6 @@ def let_rank_0_tell() -> None:
     """
     with suppress(KeyboardInterrupt):
         time.sleep(TELLING_S)
-
-
-def is_under_torchrun(environ: Mapping[str, str]) -> bool:
-    return "RANK" in environ and "WORLD_SIZE" in environ
 
 
 def build_torchrun_argv(
@@ -248,7 +245,7 @@ def run_torchrun(config: Config, script: str, *, options: Sequence[str], debug: 
             debug=debug,
             options=options,
         )
-        return _call_deaf(argv, {**os.environ, RUN_DIR_ENV: folder})
+        return _call_deaf(argv, {**without_torchruns(os.environ), RUN_DIR_ENV: folder})
 
 
 def _call_deaf(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -268,9 +265,11 @@ def _call_deaf(argv: Sequence[str], env: Mapping[str, str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def relaunch(argv: Sequence[str], run_dir: Path) -> NoReturn:
-    """Replace this process by torchrun. The process ID stays, so signals and waits of the parent apply to torchrun."""
+def relaunch(argv: Sequence[str], run_dir: Path | None) -> NoReturn:
+    """Replace this process by torchrun. The process ID stays, so signals and waits of the parent apply to torchrun.
+    `run_dir`: None if torchrun learns of it from another node."""
     sys.stdout.flush()
     sys.stderr.flush()
     started = f"{process_start_s(now_s()):.2f}"  # of this process, which continues as torchrun
-    os.execve(argv[0], list(argv), {**os.environ, RUN_DIR_ENV: str(run_dir), STARTED_ENV: started})
+    env = {**without_torchruns(os.environ), STARTED_ENV: started}
+    os.execve(argv[0], list(argv), env if run_dir is None else {**env, RUN_DIR_ENV: str(run_dir)})
