@@ -351,6 +351,7 @@ def prepare_rank(config: Config, run_dir: Path | None) -> None:
         if launch.has_auto_gpus(config):  # each rank would choose separately
             hint = "export CUDA_VISIBLE_DEVICES, or let `train.py CONFIG` start torchrun"
             raise ConfigError("under a torchrun of your own nobody chooses the GPUs of auto:N", hint=hint)
+        launch.check_ranks(config, os.environ)
         os.environ.update(launch.build_launch_env(config, os.environ, cores=available_cores()))
     if run_dir is not None and os.environ["RANK"] == "0":
         forget_stop(run_dir)

@@ -39,7 +39,7 @@ class Card:
     run_dir: str = ""
     """Node 0's run folder. The others use the same path if they have been given none."""
     run_id: str = ""
-    """Node 0's choice of a new ID for this start."""
+    """A new ID; node 0's is that of this start."""
 
     @property
     def name(self) -> str:

@@ -174,6 +174,14 @@ def check_gpus(gpu_ranks: Sequence[int | str], gpus: HostGpus) -> None:
         )
 
 
+def check_ranks(config: Config, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if a launcher starts more ranks on this node than the config names GPUs."""
+    ranks, gpus = environ.get("LOCAL_WORLD_SIZE", ""), num_processes(config)
+    if device_kind(config) == "cuda" and ranks.isdigit() and int(ranks) > gpus:
+        message = f"the launcher starts {ranks} ranks on this node, but target.gpu_ranks names {gpus} GPU(s)"
+        raise ConfigError(message, hint="name one GPU for each rank of a node: target.gpu_ranks=0,1")
+
+
 def read_gpu_usage() -> list[GpuUsage] | None:
     """Memory in use on each GPU; None if nvidia-smi cannot report it."""
     try:

@@ -80,7 +80,7 @@ def _meet(args: Namespace, node: Node) -> tuple[Meeting, Path]:
         torch=torch.__version__,
         config=shared_values(config),
         run_dir=run_dir if node.rank == 0 else "",
-        run_id=uuid.uuid4().hex if node.rank == 0 else "",
+        run_id=uuid.uuid4().hex,
     )
     adopted = [Path(run_dir)]
 

@@ -132,7 +132,7 @@ def _rank_of_torchrun(given: Mapping[str, str]) -> Rank:
     missing = [name for name in RANK_NAMES[:3] if name not in given]
     if missing:
         raise UserError(
-            f"{TORCHRUN_MARK} is set, but {' and '.join(missing)} not: no torchrun started this process",
+            f"{TORCHRUN_MARK} is set, but not {_and(missing)}: no torchrun started this process",
             hint=f"the variables are left over: `unset {TORCHRUN_MARK}`, then `{ALONE_COMMAND}`",
         )
     numbers = {name: _number(given, name) for name in RANK_NAMES if name in given}
@@ -167,18 +167,21 @@ def _rank_of_another(given: Mapping[str, str]) -> Rank:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in given]
     if missing:
         raise UserError(
-            f"{_show(given, RANK_NAMES)} are set, but {' and '.join(missing)} not, where the ranks meet",
-            hint=f"{_unset(given, RANK_NAMES)}; a launcher must set {' and '.join(missing)} too",
+            f"{_show(given, RANK_NAMES)} are set, but not {_and(missing)}, where the ranks meet",
+            hint=f"{_unset(given, RANK_NAMES)}; a launcher must set {_and(missing)} too",
         )
     return Rank("another launcher", rank)
 
 
 def _refuse_local(given: Mapping[str, str], local: Sequence[str]) -> NoReturn:
     """Raise the error for variables of a rank without a launcher."""
-    raise UserError(
-        f"{_show(given, local)} is set, but {NO_LAUNCHER}",
-        hint=f"{_unset(given, RANK_NAMES)}; to train on several nodes start `{node_command('N', 'K')}` on each",
-    )
+    if all(name in given for name in (*RANK_NAMES[:3], "MASTER_ADDR")):
+        more = "if a launcher set them, it must set LOCAL_WORLD_SIZE too"
+    else:
+        more = f"or start `{node_command('N', 'K')}` on each of N nodes"
+    verb = "is" if len(local) == 1 else "are"
+    message = f"{_show(given, local)} {verb} set, but {NO_LAUNCHER}"
+    raise UserError(message, hint=f"{_unset(given, RANK_NAMES)}; {more}")
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -228,7 +231,7 @@ def _refuse_without_rank(given: Mapping[str, str], name: str, nodes: int) -> NoR
     if name == "WORLD_SIZE":
         raise UserError(
             f"{_show(given, [name])} is set, but {NO_LAUNCHER}",
-            hint=f"{_unset(given, RANK_NAMES)}; to train on {nodes} nodes start `{node_command(nodes, 'K')}` on each",
+            hint=f"{_unset(given, RANK_NAMES)}; or start `{node_command(nodes, 'K')}` on each of {nodes} nodes",
         )
     hint = f"start `{node_command(nodes, 'K')}` on each, K from 0 to {nodes - 1}; or `unset {name}`"
     raise UserError(f"{_show(given, [name])}, but NODE_RANK does not say which node this is", hint=hint)
@@ -301,8 +304,12 @@ def _check_within(given: Mapping[str, str], name: str, rank: int, of: str, count
 
 def _show(given: Mapping[str, str], names: Sequence[str]) -> str:
     """`RANK=1 and WORLD_SIZE=2`."""
-    shown = [f"{name}={given[name]}" for name in names]
-    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+    return _and([f"{name}={given[name]}" for name in names])
+
+
+def _and(words: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _unset(given: Mapping[str, str], names: Sequence[str]) -> str:
