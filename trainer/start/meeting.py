@@ -120,15 +120,15 @@ class Meeting:
             while not self._store.check(others) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
 
-    def outcome(self) -> str | None:
-        """The state that node 0 has told, after a signal has ended torchrun here; None if it does not tell one.
-
-        torchrun on the other nodes waits for this one's end, and after a signal this one's does not say it.
-        """
+    def join_last_barrier(self) -> None:
+        """Let the other nodes' torchruns end: they wait for this one's end, which it does not tell after a signal."""
         with suppress(RuntimeError):
             runs = PrefixStore(self.run_id, self._torchruns)
-            with suppress(RuntimeError):
-                barrier(runs, self._node.nodes, _TERMINAL_STATE_SYNC_ID, barrier_timeout=POLL_S)
+            barrier(runs, self._node.nodes, _TERMINAL_STATE_SYNC_ID, barrier_timeout=POLL_S)
+
+    def outcome(self) -> str | None:
+        """The state that node 0 tells at its end; None if it tells none."""
+        with suppress(RuntimeError):
             deadline = time.monotonic() + SAVE_S
             while time.monotonic() < deadline:
                 if self._store.check(["outcome"]):

@@ -42,8 +42,9 @@ def run_node(args: Namespace) -> int:
         write_error("interrupted while waiting for the other nodes; nothing was trained")
         return 128 + signal.SIGINT
 
-    def state() -> str | None:
+    def state() -> str | None:  # after a signal
         _let_signals_end_this()
+        meeting.join_last_barrier()
         return read_state(run_dir) if node.rank == 0 else meeting.outcome()
 
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.configs import config_of
+from tests.support.ferry import REPO
 from trainer.config.load import ConfigError
 from trainer.dist import device_index
 from trainer.errors import UserError
@@ -105,6 +106,14 @@ def of_srun(rank: int, local_rank: int) -> Rank:
 )
 def test_place_is_read_from_the_environment(environ, place):
     assert read_place(environ) == place
+
+
+def test_commands_of_the_page_start_the_two_nodes_that_it_shows():
+    lines = (REPO / "docs" / "multi-node.md").read_text().splitlines()
+    commands = [line.removeprefix("$ ").partition(" torchferry ")[0] for line in lines if line.startswith("$ NNODES=")]
+    places = [read_place(variables(command)) for command in commands]
+    assert places == [Node(k, 2, "10.0.0.1", 29500, f"NODE_RANK={k} and NNODES=2") for k in (0, 1)]
+    assert {render_place(places[1]), render_place(read_place(PROVIDER | {"MASTER_PORT": ""}))} <= {*lines}
 
 
 STALE = "if they are left over: `unset RANK LOCAL_RANK WORLD_SIZE`, then `python train.py CONFIG`"
