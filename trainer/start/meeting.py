@@ -21,11 +21,11 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
-from torch.distributed.elastic.utils.store import barrier
+from torch.distributed.elastic.utils.store import _barrier_nonblocking
 
 from trainer.start.cards import Card, MeetingError, judge_cards, render_cards, render_nodes
 from trainer.start.place import Node, node_command
-from trainer.typed import from_json, parse_json
+from trainer.typed import InvalidData, from_json, parse_json
 from trainer.words import first_line
 
 STORE_S = 15.0
@@ -124,7 +124,7 @@ class Meeting:
         """Let the other nodes' torchruns end: they wait for this one's end, which it does not tell after a signal."""
         with suppress(RuntimeError):
             runs = PrefixStore(self.run_id, self._torchruns)
-            barrier(runs, self._node.nodes, _TERMINAL_STATE_SYNC_ID, barrier_timeout=POLL_S)
+            _barrier_nonblocking(runs, self._node.nodes, _TERMINAL_STATE_SYNC_ID)
 
     def outcome(self) -> str | None:
         """The state that node 0 tells at its end; None if it tells none."""
@@ -157,7 +157,11 @@ class Meeting:
             self._refuse_second(card)
 
     def _card(self, number: int) -> Card:
-        return from_json(parse_json(self._store.get(f"card/{number}")), Card)
+        try:
+            return from_json(parse_json(self._store.get(f"card/{number}")), Card)
+        except InvalidData as error:
+            told = f"node {number} runs another version of the trainer: {error}"
+            raise MeetingError(told, hint="use the same checkout or package on all nodes") from error
 
     def _gather(self, wait: Wait) -> list[Card]:
         node, absent = self._node, list(range(1, self._node.nodes))
