@@ -28,6 +28,7 @@ from trainer.host_memory import available_cores
 from trainer.run_folder import IN_USE_HINT, PATIENCE_S, acquire_run_folder, release_all
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
 from trainer.start import by_hand, caches, launch
+from trainer.start.by_hand import PROGRAM_ENV
 from trainer.start.place import (
     Alone,
     Node,
@@ -51,9 +52,6 @@ COMMANDS = {
 }
 """By first word: the path of its click command, which is imported when called; its usage; its description."""
 WITHOUT_TORCH = ("init", "convert", "keys")
-PROGRAM_ENV = "TORCHFERRY_PROGRAM"
-"""The variable with the name of the program that started this one: usage and errors show it."""
-
 MOST_CARD_GIB = 4096
 UTF8_MODE_ENV = "PYTHONUTF8"
 
@@ -267,6 +265,7 @@ def start(config: Config, run_dir: Path | None, place: Alone | Node, *, debug: b
         if note is not None:
             tell_note(note)
         os.environ.update(by_hand.gloo_env(config, place, os.environ))
+        os.environ[PROGRAM_ENV] = click.get_current_context().command_path
         if place.rank > 0:
             if run_dir is not None:
                 forget_stop(run_dir)

@@ -21,6 +21,8 @@ from trainer.schema import CONFIG_FILE, RUN_DIR_ENV, Config
 from trainer.start import launch
 from trainer.start.place import Node
 
+PROGRAM_ENV = "TORCHFERRY_PROGRAM"
+"""The variable with the name of the program that started this one: usage and errors show it."""
 MEET_TIMEOUT_ENV = "TORCHFERRY_MEET_TIMEOUT_S"
 """Seconds that a node waits for the others (default 600)."""
 MEET_TIMEOUT_S = 600.0

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
@@ -27,6 +29,8 @@ from trainer.start.cards import Card, MeetingError, judge_cards, render_cards, r
 from trainer.start.place import Node, node_command
 from trainer.typed import InvalidData, from_json, parse_json
 from trainer.words import first_line
+
+T = TypeVar("T")
 
 STORE_S = 15.0
 """Seconds for one request to the store, and for a connection to it."""
@@ -66,6 +70,7 @@ class Meeting:
         self._store = PrefixStore("torchferry", store)
         self._torchruns = store
         self._node = node
+        self._is_lost = False
         self.run_id = ""
 
     def introduce(
@@ -92,7 +97,7 @@ class Meeting:
                 if unfit is not None:
                     raise unfit
                 tell(render_cards(cards))
-                self._store.set("go", "1")
+                self._set("go", "1")
             else:
                 self._await_go(Wait(timeout_s + MARGIN_S, tell))
         except RuntimeError as error:  # of the store
@@ -112,39 +117,39 @@ class Meeting:
         its store has the reason for which they end. `state`: in node 0's outcome.json."""
         with suppress(RuntimeError):
             if self._node.rank > 0:
-                self._store.set(f"ended/{self._node.rank}", "1")
+                self._set(f"ended/{self._node.rank}", "1")
                 return
-            self._store.set("outcome", state or "failed")
+            self._set("outcome", state or "failed")
             others = [f"ended/{number}" for number in range(1, self._node.nodes)]
             deadline = time.monotonic() + END_S
-            while not self._store.check(others) and time.monotonic() < deadline:
+            while not self._has(others) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
 
     def join_last_barrier(self) -> None:
         """Let the other nodes' torchruns end: they wait for this one's end, which it does not tell after a signal."""
         with suppress(RuntimeError):
             runs = PrefixStore(self.run_id, self._torchruns)
-            _barrier_nonblocking(runs, self._node.nodes, _TERMINAL_STATE_SYNC_ID)
+            self._ask(lambda: _barrier_nonblocking(runs, self._node.nodes, _TERMINAL_STATE_SYNC_ID))
 
     def outcome(self) -> str | None:
         """The state that node 0 tells at its end; None if it tells none."""
         with suppress(RuntimeError):
             deadline = time.monotonic() + SAVE_S
             while time.monotonic() < deadline:
-                if self._store.check(["outcome"]):
-                    return self._store.get("outcome").decode()
+                if self._has(["outcome"]):
+                    return self._get("outcome").decode()
                 time.sleep(POLL_S)
         return None
 
     def _first_card(self, wait: Wait) -> Card:
         told = f"something at {self._node.endpoint} answers, and is not node 0 of a training"
         failure = MeetingError(told, hint="choose another MASTER_PORT on all nodes")
-        while not self._store.check(["card/0"]):
+        while not self._has(["card/0"]):
             wait.tick("node 0", failure)
         return self._card(0)
 
     def _refuse_second(self, card: Card) -> None:
-        if self._store.check([f"card/{card.node}"]):
+        if self._has([f"card/{card.node}"]):
             other = self._card(card.node)
             raise _SecondError(
                 f"node {card.node} has started already, on {other.host} (process {other.pid})",
@@ -153,12 +158,12 @@ class Meeting:
 
     def _claim(self, card: Card) -> None:
         mine = json.dumps(asdict(card))
-        if self._store.compare_set(f"card/{card.node}", "", mine).decode() != mine:
+        if self._ask(lambda: self._store.compare_set(f"card/{card.node}", "", mine)).decode() != mine:
             self._refuse_second(card)
 
     def _card(self, number: int) -> Card:
         try:
-            return from_json(parse_json(self._store.get(f"card/{number}")), Card)
+            return from_json(parse_json(self._get(f"card/{number}")), Card)
         except InvalidData as error:
             told = f"node {number} runs another version of the trainer: {error}"
             raise MeetingError(told, hint="use the same checkout or package on all nodes") from error
@@ -166,7 +171,7 @@ class Meeting:
     def _gather(self, wait: Wait) -> list[Card]:
         node, absent = self._node, list(range(1, self._node.nodes))
         while absent:
-            absent = [number for number in absent if not self._store.check([f"card/{number}"])]
+            absent = [number for number in absent if not self._has([f"card/{number}"])]
             self._raise_problem()
             if absent:
                 wait.tick(f"{render_nodes(absent)} of {node.nodes} at {node.endpoint}", self._absence(absent, wait))
@@ -181,23 +186,53 @@ class Meeting:
     def _await_go(self, wait: Wait) -> None:
         numbers = range(self._node.nodes)
         failure = MeetingError(f"node 0 at {self._node.endpoint} gave no start signal in {wait.seconds:.0f} s")
-        while not self._store.check(["go"]):
+        while not self._has(["go"]):
             self._raise_problem()
-            absent = [number for number in numbers if not self._store.check([f"card/{number}"])]
+            absent = [number for number in numbers if not self._has([f"card/{number}"])]
             for_what = f"{render_nodes(absent)} of {self._node.nodes}" if absent else "the start signal of node 0"
             wait.tick(for_what, failure)
 
     def _tell_problem(self, error: MeetingError) -> None:
         with suppress(RuntimeError):
-            if not self._store.check(["go"]):
-                self._store.compare_set("problem", "", json.dumps([error.message, error.hint]))
+            if not self._has(["go"]):
+                self._ask(lambda: self._store.compare_set("problem", "", json.dumps([error.message, error.hint])))
                 if self._node.rank == 0:  # the store ends with this process
                     time.sleep(5 * POLL_S)
 
     def _raise_problem(self) -> None:
-        if self._store.check(["problem"]):
-            message, hint = json.loads(self._store.get("problem"))
+        if self._has(["problem"]):
+            message, hint = json.loads(self._get("problem"))
             raise MeetingError(str(message), hint=str(hint))
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        """The store's answer. Raises RuntimeError also if there is none in STORE_S: torch's own timeout is for some
+        requests only, so over a link that is cut a request would wait for many minutes."""
+        answers: list[T] = []
+        errors: list[RuntimeError] = [RuntimeError(f"no answer in {STORE_S:.0f} s")]
+
+        def ask() -> None:
+            try:
+                answers.append(request())
+            except RuntimeError as error:
+                errors.insert(0, error)
+
+        if not self._is_lost:
+            thread = threading.Thread(target=ask, daemon=True)  # it does not keep this process from ending
+            thread.start()
+            thread.join(STORE_S)
+        if not answers:
+            self._is_lost = True
+            raise errors[0]
+        return answers[0]
+
+    def _has(self, keys: list[str]) -> bool:
+        return self._ask(lambda: self._store.check(keys))
+
+    def _get(self, key: str) -> bytes:
+        return self._ask(lambda: self._store.get(key))
+
+    def _set(self, key: str, value: str) -> None:
+        self._ask(lambda: self._store.set(key, value))
 
 
 class _SecondError(MeetingError):

@@ -20,10 +20,10 @@ from trainer.config.load import load_config, num_processes
 from trainer.console import write_error, write_line
 from trainer.errors import UserError
 from trainer.schema import OUTCOME_FILE, RUN_DIR_ENV
-from trainer.start.by_hand import adopt_run_dir, forget_config, meet_timeout_s
+from trainer.start.by_hand import PROGRAM_ENV, adopt_run_dir, forget_config, meet_timeout_s
 from trainer.start.cards import Card, MeetingError, shared_values
 from trainer.start.meeting import Meeting, open_meeting
-from trainer.start.place import Node
+from trainer.start.place import PROGRAM, Node
 from trainer.start.torchrun import read_state, run
 
 
@@ -33,10 +33,11 @@ def run_node(args: Namespace) -> int:
     `args`: torchrun's, which get the ID of this start and the path of the config.
     """
     node = Node(args.node_rank, int(args.nnodes), args.master_addr.strip("[]"), args.master_port)
+    program = os.environ.pop(PROGRAM_ENV, "")
     try:
         meeting, run_dir = _meet(args, node)
     except UserError as error:
-        write_error(error.render())
+        write_error(error.render().replace(PROGRAM, program) if program.endswith(" train") else error.render())
         return error.exit_code
     except KeyboardInterrupt:
         write_error("interrupted while waiting for the other nodes; nothing was trained")

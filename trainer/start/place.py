@@ -23,7 +23,8 @@ NODES_NAMES = ("NNODES", "NUM_NODES", "PET_NNODES")
 ADDRESS_NAMES, PORT_NAMES = ("MASTER_ADDR", "PET_MASTER_ADDR"), ("MASTER_PORT", "PET_MASTER_PORT")
 DEFAULT_PORT = 29500
 """The default of torchrun."""
-ALONE_COMMAND = "python train.py CONFIG"
+PROGRAM = "python train.py"
+ALONE_COMMAND = f"{PROGRAM} CONFIG"
 NO_LAUNCHER = "no launcher started this process"
 
 
