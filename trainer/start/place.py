@@ -153,6 +153,7 @@ def _rank_of_srun(given: Mapping[str, str], step: Step) -> Rank:
         )
     address, port = _endpoint(given, step)
     env = {name: str(number) for name, number in wanted.items()}
+    env |= {"GROUP_RANK": str(step.node), "GROUP_WORLD_SIZE": str(step.nodes)}
     return Rank("srun", step.task, {**env, "MASTER_ADDR": address, "MASTER_PORT": str(port)})
 
 

@@ -23,6 +23,7 @@ class Step:
     local_task: int
     """Its number among the tasks of its node."""
     local_tasks: int
+    node: int
     nodes: int
     first_host: str
     port: int
@@ -57,7 +58,7 @@ def read_step(environ: Mapping[str, str]) -> Step | None:
     hosts = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", ""))
     job = environ.get("SLURM_JOB_ID", "0")
     port = LOWEST_PORT + (int(job if job.isdigit() else 0) + int(number)) % PORTS
-    return Step(task, tasks, local_task, counts[node], nodes, first_host(hosts), port)
+    return Step(task, tasks, local_task, counts[node], node, nodes, first_host(hosts), port)
 
 
 def first_host(nodes: str) -> str:

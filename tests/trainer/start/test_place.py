@@ -52,7 +52,8 @@ BATCH = variables("SLURM_JOB_ID=4711 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID
 
 def of_srun(rank: int, local_rank: int) -> Rank:
     numbers = {"RANK": f"{rank}", "LOCAL_RANK": f"{local_rank}", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    return Rank("srun", rank, {**numbers, "MASTER_ADDR": "gpu07", "MASTER_PORT": "19711"})
+    group = {"GROUP_RANK": f"{rank // 2}", "GROUP_WORLD_SIZE": "2"}
+    return Rank("srun", rank, {**numbers, **group, "MASTER_ADDR": "gpu07", "MASTER_PORT": "19711"})
 
 
 @pytest.mark.parametrize(
