@@ -17,8 +17,9 @@ from typing import NoReturn
 import click
 
 import trainer
-from trainer.commands.help import CONTEXT, TRAIN, TRAINING, VERBS, as_called
+from trainer.commands.help import CONTEXT, TRAIN, TRAINING, VERBS
 from trainer.commands.interruptible import interruptible
+from trainer.commands.take_place import take_place
 from trainer.commands.usage import in_two_parts
 from trainer.config.kinds.recognise import CONFIG, expect, read_kind
 from trainer.config.load import ConfigError, load_config, num_processes
@@ -29,17 +30,7 @@ from trainer.run_folder import IN_USE_HINT, PATIENCE_S, acquire_run_folder, rele
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
 from trainer.start import by_hand, caches, launch
 from trainer.start.by_hand import PROGRAM_ENV
-from trainer.start.place import (
-    Alone,
-    Node,
-    Place,
-    Rank,
-    changes,
-    is_other_rank,
-    note_on_processes,
-    read_place,
-    render_place,
-)
+from trainer.start.place import Alone, Node, Place, Rank, is_other_rank, render_place
 from trainer.startup import Startup
 
 COMMANDS = {
@@ -192,21 +183,6 @@ def train_command(
     start(config, run_dir or _run_dir_of_env(), place, debug=debug)
 
 
-def take_place(program: str) -> Place:
-    """Decide from the environment what this process is, and make the environment say so: RANK is then set exactly in a
-    rank. Raises UserError."""
-    try:
-        place = read_place(os.environ)
-    except UserError as error:
-        raise UserError(error.message, hint=as_called(error.hint, program.rpartition(" ")[0])) from None
-    for name, value in changes(place).items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    return place
-
-
 def deployer_of(program: str) -> str:
     """The deployer's name, given the name that the trainer was called by: `torchferry` for `torchferry train`."""
     first, _, command = program.rpartition(" ")
@@ -261,11 +237,7 @@ def start(config: Config, run_dir: Path | None, place: Alone | Node, *, debug: b
         raise ConfigError(f"script is {config.script!r}: train.py runs the trainer only", hint="use deploy.py")
     prepare_host(config)
     if isinstance(place, Node):
-        note = note_on_processes(os.environ, num_processes(config))
-        if note is not None:
-            tell_note(note)
-        os.environ.update(by_hand.gloo_env(config, place, os.environ))
-        os.environ[PROGRAM_ENV] = click.get_current_context().command_path
+        by_hand.prepare_node(config, place, click.get_current_context().command_path, tell=tell_note)
         if place.rank > 0:
             if run_dir is not None:
                 forget_stop(run_dir)

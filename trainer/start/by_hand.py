@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +19,7 @@ from trainer.config.load import num_processes
 from trainer.failures.comm_errors import read_interfaces
 from trainer.schema import CONFIG_FILE, RUN_DIR_ENV, Config
 from trainer.start import launch
-from trainer.start.place import Node
+from trainer.start.place import Node, note_on_processes
 
 PROGRAM_ENV = "TORCHFERRY_PROGRAM"
 """The variable with the name of the program that started this one: usage and errors show it."""
@@ -53,6 +53,15 @@ def start_node(config: Config, node: Node, run_dir: Path | None, *, debug: bool)
         sys.executable, sys.argv[0], folder / CONFIG_FILE, node, processes=num_processes(config), debug=debug
     )
     launch.relaunch(argv, run_dir)
+
+
+def prepare_node(config: Config, node: Node, program: str, *, tell: Callable[[str], None]) -> None:
+    """Set the variables for this node's torchrun and ranks. Calls `tell` with a note on one without effect."""
+    note = note_on_processes(os.environ, num_processes(config))
+    if note is not None:
+        tell(note)
+    os.environ.update(gloo_env(config, node, os.environ))
+    os.environ[PROGRAM_ENV] = program
 
 
 def meet_timeout_s(environ: Mapping[str, str]) -> float:
