@@ -138,15 +138,22 @@ def _pick_device(device_kind: str, local_rank: int) -> torch.device:
     if device_kind == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if local_rank >= count:
+    index = device_index(local_rank, count, os.environ)
+    if index >= count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise DistError(
             f"local rank {local_rank} has no GPU: torch sees {count} (CUDA_VISIBLE_DEVICES={visible});"
             " name fewer GPUs, or use target.device=cpu"
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def device_index(local_rank: int, count: int, env: os._Environ[str] | dict[str, str]) -> int:
+    """The GPU of a rank among the `count` that it sees: under srun Slurm may show each task only its own one."""
+    by_srun = "SLURM_PROCID" in env and "TORCHELASTIC_RUN_ID" not in env
+    return 0 if by_srun and count == 1 else local_rank
 
 
 # --- collectives: every rank must call them in the same order ---------------------------------------------------------

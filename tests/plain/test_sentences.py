@@ -16,6 +16,7 @@ NAMES = (
     "troubleshooting",
     "security",
     "hosts",
+    "multi-node",
     "tasks",
     "seeing",
     "automation",

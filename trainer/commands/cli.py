@@ -19,6 +19,7 @@ import click
 import trainer
 from trainer.commands.help import CONTEXT, TRAIN, TRAINING, VERBS
 from trainer.commands.interruptible import interruptible
+from trainer.commands.take_place import take_place
 from trainer.commands.usage import in_two_parts
 from trainer.config.kinds.recognise import CONFIG, expect, read_kind
 from trainer.config.load import ConfigError, load_config, num_processes
@@ -27,7 +28,9 @@ from trainer.errors import UserError
 from trainer.host_memory import available_cores
 from trainer.run_folder import IN_USE_HINT, PATIENCE_S, acquire_run_folder, release_all
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
-from trainer.start import caches, launch
+from trainer.start import by_hand, caches, launch
+from trainer.start.by_hand import PROGRAM_ENV
+from trainer.start.place import Alone, Node, Place, Rank, is_other_rank, render_place
 from trainer.startup import Startup
 
 COMMANDS = {
@@ -40,9 +43,6 @@ COMMANDS = {
 }
 """By first word: the path of its click command, which is imported when called; its usage; its description."""
 WITHOUT_TORCH = ("init", "convert", "keys")
-PROGRAM_ENV = "TORCHFERRY_PROGRAM"
-"""The variable with the name of the program that started this one: usage and errors show it."""
-
 MOST_CARD_GIB = 4096
 UTF8_MODE_ENV = "PYTHONUTF8"
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except UserError as error:
         if "--debug" in words:
             raise
-        if launch.is_under_torchrun(os.environ) and os.environ["RANK"] != "0":
+        if is_other_rank(os.environ):
             launch.let_rank_0_tell()  # every rank of a torchrun started by hand reads the same config
         write_error(error.render())
         if "--json" in words:
@@ -163,8 +163,9 @@ def train_command(
         raise click.UsageError("--json belongs to --inspect or --calibrate")
     if run_dir is not None and (inspect or calibrate):
         raise click.UsageError("--run-dir belongs to a run: --inspect and --calibrate have no run folder")
-    if not launch.is_under_torchrun(os.environ) and JOB_ID_ENV not in os.environ:  # a job's config.yaml is a config
-        program = click.get_current_context().command_path
+    program = click.get_current_context().command_path
+    place: Place = Alone() if inspect else take_place(program)
+    if not isinstance(place, Rank) and JOB_ID_ENV not in os.environ:  # a job's config.yaml is a config
         expect(read_kind(config_path, named=kind), config_path, CONFIG, program=deployer_of(program))
     check_torch()
     config = load_config(config_path, overrides, fsdp_config=fsdp_config, tell=tell_note)
@@ -172,11 +173,14 @@ def train_command(
         show_inspection(config, samples=3 if samples is None else samples, card_gib=card_gib, as_json=as_json)
         return
     if calibrate:
-        sys.exit(start_calibration(config, as_json=as_json, debug=debug))
-    if launch.is_under_torchrun(os.environ):
+        sys.exit(start_calibration(config, place, as_json=as_json, debug=debug))
+    said = render_place(place)
+    if said is not None:
+        write_line(sys.stdout, said)
+    if isinstance(place, Rank):
         prepare_rank(config, run_dir)
         sys.exit(train(config, run_dir or _run_dir_of_env(), debug=debug))
-    start(config, run_dir or _run_dir_of_env(), debug=debug)
+    start(config, run_dir or _run_dir_of_env(), place, debug=debug)
 
 
 def deployer_of(program: str) -> str:
@@ -226,16 +230,25 @@ def check_torch() -> None:
     caches.use_bytecode_cache(torch, os.environ)
 
 
-def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
-    """Train in this process, or become torchrun when the config names several devices. Raises ConfigError."""
+def start(config: Config, run_dir: Path | None, place: Alone | Node, *, debug: bool) -> NoReturn:
+    """Train in this process, or become torchrun when the config names several devices or several nodes take part.
+    Raises ConfigError."""
     if config.script is not None:
         raise ConfigError(f"script is {config.script!r}: train.py runs the trainer only", hint="use deploy.py")
     prepare_host(config)
+    if isinstance(place, Node):
+        by_hand.prepare_node(config, place, click.get_current_context().command_path, tell=tell_note)
+        if place.rank > 0:
+            if run_dir is not None:
+                forget_stop(run_dir)
+            by_hand.start_node(config, place, run_dir and run_dir.absolute(), debug=debug)
     run_dir = (run_dir or launch.new_run_dir(config, time.localtime())).absolute()
     with holding(run_dir):
         launch.write_config(config, run_dir)
         forget_stop(run_dir)
     write_line(sys.stdout, f"run folder: {run_dir}")
+    if isinstance(place, Node):
+        by_hand.start_node(config, place, run_dir, debug=debug)
     processes = num_processes(config)
     if processes == 1:
         sys.exit(train(config, run_dir, debug=debug))
@@ -254,11 +267,13 @@ def prepare_host(config: Config) -> None:
     os.environ.update(launch.build_launch_env(here, os.environ, cores=available_cores()))
 
 
-def start_calibration(config: Config, *, as_json: bool, debug: bool) -> int:
+def start_calibration(config: Config, place: Place, *, as_json: bool, debug: bool) -> int:
     """Time micro-batches in this process or in the ranks of a torchrun; returns the exit code. Raises ConfigError."""
+    if isinstance(place, Node):
+        tell_note(f"--calibrate uses this node alone, not all {place.nodes}")
     if config.script is not None:
         raise ConfigError(f"script is {config.script!r}: --calibrate is about the trainer only")
-    if launch.is_under_torchrun(os.environ):
+    if isinstance(place, Rank):
         prepare_rank(config, None)
     else:
         prepare_host(config)
@@ -307,6 +322,7 @@ def prepare_rank(config: Config, run_dir: Path | None) -> None:
         if launch.has_auto_gpus(config):  # each rank would choose separately
             hint = "export CUDA_VISIBLE_DEVICES, or let `train.py CONFIG` start torchrun"
             raise ConfigError("under a torchrun of your own nobody chooses the GPUs of auto:N", hint=hint)
+        launch.check_ranks(config, os.environ)
         os.environ.update(launch.build_launch_env(config, os.environ, cores=available_cores()))
     if run_dir is not None and os.environ["RANK"] == "0":
         forget_stop(run_dir)

@@ -56,7 +56,8 @@ def as_called(text: str, program: str) -> str:
 TRAINING = """Train on this machine from a config file.
 
 CONFIG is a .py or YAML file, and KEY=VALUE overrides one of its keys. With several entries in target.gpu_ranks the
-command starts itself again under torchrun, one process for each, unless you have started it under torchrun.
+command starts itself again under torchrun, one process for each, unless a launcher has started it. On several nodes
+start it on each with NNODES, NODE_RANK and MASTER_ADDR (the address of node 0).
 
 Checkpoints, metrics.jsonl, config.yaml, outcome.json and the exported model go to the run folder: --run-dir, or
 run.dir/NAME-DATE-TIME. Ctrl-C, SIGTERM or a file control/stop.json in that folder saves a checkpoint and stops.

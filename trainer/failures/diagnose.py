@@ -113,8 +113,11 @@ def has_failed(run_dir: Path) -> bool:
 
 
 def start_id() -> str:
-    """An ID that is equal for all ranks of one start by torchrun, and different for the next."""
+    """An ID that is equal for all ranks of one start by torchrun or srun, and different for the next."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+    if "RANK" in os.environ and names[0] not in os.environ and "SLURM_STEP_ID" in os.environ:
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        return ":".join(os.environ.get(name, "0") for name in names)
     return ":".join(os.environ.get(name, str(os.getpid())) for name in names)
 
 

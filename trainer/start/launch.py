@@ -22,6 +22,7 @@ from trainer.config.load import ConfigError, config_to_yaml, local_data_paths, n
 from trainer.files import expanded, replace_text
 from trainer.metrics.trackers import check_trackers
 from trainer.schema import AUTO_GPUS, CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Config, gpu_count
+from trainer.start.place import without_torchruns
 from trainer.startup import now_s, process_start_s
 from trainer.words import first_few
 
@@ -71,10 +72,6 @@ def let_rank_0_tell() -> None:
     """
     with suppress(KeyboardInterrupt):
         time.sleep(TELLING_S)
-
-
-def is_under_torchrun(environ: Mapping[str, str]) -> bool:
-    return "RANK" in environ and "WORLD_SIZE" in environ
 
 
 def build_torchrun_argv(
@@ -177,6 +174,14 @@ def check_gpus(gpu_ranks: Sequence[int | str], gpus: HostGpus) -> None:
         )
 
 
+def check_ranks(config: Config, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if a launcher starts more ranks on this node than the config names GPUs."""
+    ranks, gpus = environ.get("LOCAL_WORLD_SIZE", ""), num_processes(config)
+    if device_kind(config) == "cuda" and ranks.isdigit() and int(ranks) > gpus:
+        message = f"the launcher starts {ranks} ranks on this node, but target.gpu_ranks names {gpus} GPU(s)"
+        raise ConfigError(message, hint="name one GPU for each rank of a node: target.gpu_ranks=0,1")
+
+
 def read_gpu_usage() -> list[GpuUsage] | None:
     """Memory in use on each GPU; None if nvidia-smi cannot report it."""
     try:
@@ -248,7 +253,7 @@ def run_torchrun(config: Config, script: str, *, options: Sequence[str], debug: 
             debug=debug,
             options=options,
         )
-        return _call_deaf(argv, {**os.environ, RUN_DIR_ENV: folder})
+        return _call_deaf(argv, {**without_torchruns(os.environ), RUN_DIR_ENV: folder})
 
 
 def _call_deaf(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -268,9 +273,11 @@ def _call_deaf(argv: Sequence[str], env: Mapping[str, str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def relaunch(argv: Sequence[str], run_dir: Path) -> NoReturn:
-    """Replace this process by torchrun. The process ID stays, so signals and waits of the parent apply to torchrun."""
+def relaunch(argv: Sequence[str], run_dir: Path | None) -> NoReturn:
+    """Replace this process by torchrun. The process ID stays, so signals and waits of the parent apply to torchrun.
+    `run_dir`: None if torchrun learns of it from another node."""
     sys.stdout.flush()
     sys.stderr.flush()
     started = f"{process_start_s(now_s()):.2f}"  # of this process, which continues as torchrun
-    os.execve(argv[0], list(argv), {**os.environ, RUN_DIR_ENV: str(run_dir), STARTED_ENV: started})
+    env = {**without_torchruns(os.environ), STARTED_ENV: started}
+    os.execve(argv[0], list(argv), env if run_dir is None else {**env, RUN_DIR_ENV: str(run_dir)})

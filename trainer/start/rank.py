@@ -52,7 +52,8 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
             raise ConfigError(taken, hint=IN_USE_HINT)
         if run_dir and not dist.is_main:
             acquire_shared(run_dir)
-        run_dir = on_rank0(dist, lambda: _open_run_dir(config, run_dir))
+        opened = on_rank0(dist, lambda: _open_run_dir(config, run_dir))
+        run_dir = run_dir or opened  # each node may have been given another path
         if dist.is_main:
             write_line(sys.stdout, f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model")
         code = run_recipe(config, run_dir, dist, debug=debug)

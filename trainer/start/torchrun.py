@@ -10,7 +10,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,27 +35,43 @@ STOP_GRACE_S = 120
 
 def main(argv: Sequence[str]) -> int:
     """Run torchrun. Returns the first failing rank's exit code, 0 after an orderly stop, 128+N for signal N."""
-    run_dir = Path(os.environ[RUN_DIR_ENV])
     try:
         from torch.distributed import run as torchrun
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     logging.disable(logging.ERROR)  # torchrun's reports of failing ranks: the ranks have reported already
-    with suppress(OSError):
-        (run_dir / OUTCOME_FILE).unlink()  # of an earlier start
     args = torchrun.parse_args(list(argv))
     args.shutdown_timeout = STOP_GRACE_S
+    if not args.standalone:
+        from trainer.start.node import run_node
+
+        return run_node(args)
+    run_dir = Path(os.environ[RUN_DIR_ENV])
+    with suppress(OSError):
+        (run_dir / OUTCOME_FILE).unlink()  # of an earlier start
+    return run(args, run_dir, lambda: read_state(run_dir))
+
+
+def run(args: Namespace, run_dir: Path, state: Callable[[], str | None]) -> int:
+    """Run torchrun with parsed arguments. `state`: gives the state in outcome.json after a signal."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     try:
         torchrun.run(args)
     except ChildFailedError as error:
         return report(error, run_dir)
     except SignalException as error:
-        return 0 if _read(run_dir / OUTCOME_FILE).state in ("stopped", "succeeded") else 128 + error.sigval
+        return 0 if state() in ("stopped", "succeeded") else 128 + error.sigval
     except KeyboardInterrupt:  # before torchrun handles it
         return 128 + signal.SIGINT
     return 0
+
+
+def read_state(run_dir: Path) -> str | None:
+    """The state in outcome.json; None without one."""
+    return _read(run_dir / OUTCOME_FILE).state
 
 
 LIKELY = {

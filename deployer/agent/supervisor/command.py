@@ -32,6 +32,7 @@ from .start import LaunchInput
 
 _PR_SET_PDEATHSIG = 1
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_A_NODE = ("NODE_RANK", "NNODES", "NUM_NODES")  # which the trainer reads where a user starts it by hand
 _OF_A_JOB = (RESTARTED_ENV, GROUP_ENV, BESIDE_ENV)
 
 
@@ -64,7 +65,8 @@ def job_env(
     """A role's environment: the session's, then the plan's, the user's, the secrets, and finally our own marks.
     `folder`: that of its group of processes.
 
-    Variables of an outer torchrun or job in the session are dropped: otherwise the job would use them.
+    Variables of an outer torchrun or job in the session are dropped, and those of a cloud that count its nodes:
+    otherwise the job would use them (torchrun reads PET_*).
     """
     base = {k: v for k, v in given.base_env.items() if not (_is_torchruns(k) or k in _OF_A_JOB)}
     own = {name: fill(text, slots) for name, text in role.env.items()}
@@ -90,7 +92,7 @@ def marks(job: Job, attempt: int) -> Dict[str, str]:
 
 
 def _is_torchruns(name: str) -> bool:
-    return name in _OF_TORCHRUN or name.startswith("TORCHELASTIC_")
+    return name in _OF_TORCHRUN or name in _OF_A_NODE or name.startswith(("TORCHELASTIC_", "PET_"))
 
 
 def job_command(role: Role, argv: Sequence[str], env: Dict[str, str], slots: Mapping[str, str]) -> Command:

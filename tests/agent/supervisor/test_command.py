@@ -26,7 +26,7 @@ def test_fill_of_an_unknown_slot_names_it() -> None:
 def test_environment_is_layered_and_marked() -> None:
     job = Job("/root/jobs/j1")
     plan = make_plan([], env={"B": [{"slot": "job"}, "/b"], "C": "plan"})
-    base = {"A": "base", "B": "base", "RANK": "3", "TORCHELASTIC_RUN_ID": "outer"}
+    base = {"A": "base", "B": "base", "RANK": "3", "TORCHELASTIC_RUN_ID": "outer", "NNODES": "2", "PET_NNODES": "2"}
     given = LaunchInput(plan, 2, env={"C": "user"}, secrets={"S": "x"}, base_env=base)
     assert job_env(job, main_role(plan), given, {"job": job.path}, attempt=2, restarted=False) == {
         "PYTHONUNBUFFERED": "1",
