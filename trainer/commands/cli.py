@@ -308,7 +308,7 @@ def prepare_rank(config: Config, run_dir: Path | None) -> None:
             hint = "export CUDA_VISIBLE_DEVICES, or let `train.py CONFIG` start torchrun"
             raise ConfigError("under a torchrun of your own nobody chooses the GPUs of auto:N", hint=hint)
         os.environ.update(launch.build_launch_env(config, os.environ, cores=available_cores()))
-    if run_dir is not None and os.environ["RANK"] == "0":
+    if run_dir is not None and os.environ.get("LOCAL_RANK", "0") == "0":  # the folder may not be that of rank 0's node
         forget_stop(run_dir)
 
 
