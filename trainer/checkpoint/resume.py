@@ -232,9 +232,7 @@ def _own_of_all(folder: Path, storages: Storages, dist: Dist) -> Choice:
     agreed = settle(folder, storages, dist.rank, dist.control_group)
     if agreed.lacking and not agreed.whole:
         told = "; ".join(f"{step_name(step)}: {why}" for step, why in list(agreed.lacking.items())[-3:])
-        raise ConfigError(
-            f"no checkpoint in {folder} is whole on all nodes: {told}", hint=BRING_OR_ANEW
-        )
+        raise ConfigError(f"no checkpoint in {folder} is whole on all nodes: {told}", hint=BRING_OR_ANEW)
     lacking = {folder / step_name(step): why for step, why in agreed.lacking.items()}
     return Choice([folder / step_name(step) for step, _ in agreed.whole], list(lacking), lacking)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from importlib import import_module
@@ -21,10 +21,11 @@ from trainer.commands.help import CONTEXT, TRAIN, TRAINING, VERBS
 from trainer.commands.interruptible import interruptible
 from trainer.commands.usage import in_two_parts
 from trainer.config.kinds.recognise import CONFIG, expect, read_kind
-from trainer.config.load import ConfigError, load_config, num_processes
+from trainer.config.load import ConfigError, World, load_config, num_processes
 from trainer.console import shown, tame_others, write_error, write_json, write_line
 from trainer.errors import UserError
 from trainer.host_memory import available_cores
+from trainer.nodes import are_several
 from trainer.run_folder import IN_USE_HINT, PATIENCE_S, acquire_run_folder, release_all
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
 from trainer.start import caches, launch
@@ -167,7 +168,7 @@ def train_command(
         program = click.get_current_context().command_path
         expect(read_kind(config_path, named=kind), config_path, CONFIG, program=deployer_of(program))
     check_torch()
-    config = load_config(config_path, overrides, fsdp_config=fsdp_config, tell=tell_note)
+    config = load_config(config_path, overrides, fsdp_config=fsdp_config, tell=tell_note, world=world_of(os.environ))
     if inspect:
         show_inspection(config, samples=3 if samples is None else samples, card_gib=card_gib, as_json=as_json)
         return
@@ -177,6 +178,15 @@ def train_command(
         prepare_rank(config, run_dir)
         sys.exit(train(config, run_dir or _run_dir_of_env(), debug=debug))
     start(config, run_dir or _run_dir_of_env(), debug=debug)
+
+
+def world_of(environ: Mapping[str, str]) -> World | None:
+    """The ranks and nodes that torchrun has started; None on one node, whose ranks the config names."""
+    if not launch.is_under_torchrun(environ) or not are_several(environ):
+        return None
+    ranks, here = int(environ["WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
+    nodes = environ.get("GROUP_WORLD_SIZE", "")
+    return World(ranks, int(nodes) if nodes.isdigit() else -(-ranks // here))
 
 
 def deployer_of(program: str) -> str:

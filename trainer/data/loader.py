@@ -129,7 +129,7 @@ def check_same_rows(data: Data, dist: Dist) -> None:
     """Raise DataError on every rank if nodes have read other rows: each reads its own copy of the data."""
     if dist.nodes is None:
         return
-    prints = gather((data.train.fingerprint(), data.eval.fingerprint()), dist.control_group)
+    prints = gather((data.train.fingerprint(), data.report.train.tokens), dist.control_group)
     other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
     if other is not None:
         names = f"{dist.nodes.name_of(0)} and {dist.nodes.name_of(other)}"
