@@ -19,6 +19,7 @@ import torch.distributed as torch_dist
 from trainer.nodes import Nodes, Storages, are_several, nodes_of, read_claim
 from trainer.progress import Progress
 from trainer.startup import Startup
+from trainer.store_holder import holds_store
 
 T = TypeVar("T")
 
@@ -104,7 +105,8 @@ def start_dist(
     dist = replace(dist, control_group=new_control_group(dist))
     if not are_several(os.environ):
         return dist
-    return replace(dist, nodes=nodes_of(gather(read_claim(os.environ), dist.control_group)))
+    claim = read_claim(os.environ, holds_store=holds_store(os.environ))
+    return replace(dist, nodes=nodes_of(gather(claim, dist.control_group)))
 
 
 def new_control_group(dist: Dist) -> torch_dist.ProcessGroup | None:

@@ -21,6 +21,8 @@ class Claim:
     host: str
     label: str = ""
     """The node's number in its job, where a job has several."""
+    holds_store: bool = False
+    """Whether torch's store is on this rank's node."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Nodes:
     """Each rank's node."""
     names: tuple[str, ...]
     """`node 1 (gpu-b)`: for messages."""
+    store: int | None = None
+    """The node that holds torch's store, if one is known to."""
 
     def ranks(self, node: int) -> list[int]:
         return [rank for rank, other in enumerate(self.of_rank) if other == node]
@@ -75,13 +79,14 @@ def are_several(env: Mapping[str, str]) -> bool:
     return local.isdigit() and total.isdigit() and int(local) < int(total)
 
 
-def read_claim(env: Mapping[str, str]) -> Claim:
+def read_claim(env: Mapping[str, str], *, holds_store: bool = False) -> Claim:
     group, local = env.get("GROUP_RANK", ""), env.get("LOCAL_RANK", "")
     return Claim(
         int(local) if local.isdigit() else 0,
         int(group) if group.isdigit() else None,
         socket.gethostname(),
         env.get(NODE_ENV, ""),
+        holds_store,
     )
 
 
@@ -94,7 +99,9 @@ def nodes_of(claims: Sequence[Claim]) -> Nodes:
     order = list(dict.fromkeys(keys))
     first = [claims[keys.index(key)] for key in order]
     names = [f"node {claim.label or number} ({claim.host})" for number, claim in enumerate(first)]
-    return Nodes(tuple(order.index(key) for key in keys), tuple(names))
+    of_rank = tuple(order.index(key) for key in keys)
+    holders = {node for node, claim in zip(of_rank, claims, strict=True) if claim.holds_store}
+    return Nodes(of_rank, tuple(names), holders.pop() if len(holders) == 1 else None)
 
 
 def storages_of(nodes: Nodes, seen: Sequence[Collection[int]]) -> Storages | None:
