@@ -35,15 +35,17 @@ def start(
     parallel: dict[str, Any] | None = None,
     dies: tuple[int, str] | None = None,
     savers: bool = False,
+    blocks: int | None = None,
     **fields: Any,
 ) -> list[dict[str, Any]]:
     """One start on nodes with so many ranks; `folders`: the run folder of each. What each rank found and did.
 
-    `dies`: a rank, and the stage of its first save at which its process ends.
+    `dies`: a rank, and the stage of its first save at which its process ends. `blocks`: a rank that cannot give its
+    part of the first save its name.
     """
     given = [str(folder) for folder in folders]
     nodes = tuple(counts) if len(counts) > 1 else ()
-    how = {"parallel": parallel or {}, "dies": dies, "savers": savers, "fields": FIELDS | fields}
+    how = {"parallel": parallel or {}, "dies": dies, "savers": savers, "blocks": blocks, "fields": FIELDS | fields}
     return run_ranks(train_rank, sum(counts), rows, given, how, savers=savers, nodes=nodes)
 
 
@@ -63,6 +65,10 @@ def train_rank(dist: Dist, rows: str, folders: list[str], how: dict[str, Any]) -
     def at(stage: str) -> None:
         if dies is not None and (dist.rank, stage) == tuple(dies):
             os._exit(1)
+        first = run_dir / "checkpoints" / "step_000002"
+        if how["blocks"] == dist.rank and stage == "state" and (run_dir / "checkpoints" / ".tmp_step_000002").exists():
+            first.mkdir()
+            (first.with_name(".tmp_step_000002_replaced") / "full").mkdir(parents=True)
 
     beside = FORKED if how["savers"] else AsyncSave()
     loop.train(run, on_stage=at, beside=beside)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.configs import config_of
@@ -117,26 +119,17 @@ def test_mesh_of_several_nodes_is_a_replica_on_each_unless_the_config_says_other
     ],
 )
 def test_replicas_that_these_ranks_cannot_form_are_refused_with_what_works(counts, in_order, parallel, message):
-    config = config_of(parallel=parallel) if "sharding_strategy" not in parallel else config_of()
-    if "sharding_strategy" in parallel:
-        config = with_strategy(config, parallel["sharding_strategy"])
     with pytest.raises(ConfigError, match=message) as caught:
-        mesh_of(config, counts, in_order=in_order)
+        mesh_of(config_of(parallel=parallel), counts, in_order=in_order)
     assert "FULL_SHARD" in caught.value.hint or "use one of [1, 2, 4]" in caught.value.hint
-
-
-def with_strategy(config, word):
-    from dataclasses import replace
-
-    return replace(config, parallel=replace(config.parallel, sharding_strategy=word))
 
 
 def test_config_is_checked_for_the_ranks_of_all_nodes():
     config = config_of(target={"gpu_ranks": [0, 1]}, train={"global_batch_size": 8})
-    batch = with_strategy(config, "HYBRID_SHARD")
+    config = replace(config, parallel=replace(config.parallel, sharding_strategy="HYBRID_SHARD"))
     with pytest.raises(ConfigError, match="does not say how many replicas 2"):
-        check_config(batch)
-    check_config(batch, world=World(4, 2))
+        check_config(config)
+    check_config(config, world=World(4, 2))
 
 
 @pytest.mark.parametrize(
