@@ -48,7 +48,10 @@ def settle(folder: Path, storages: Storages, rank: int, group: Group) -> Agreeme
 
 def has_unfinished(folder: Path) -> bool:
     """Whether a save into this folder has ended after its part was prepared: another part may be complete."""
-    return any(not one.is_sealed and not one.problem for one in _look(folder)[0])
+    try:
+        return bool(_prepared(folder))
+    except OSError:  # the save itself will say so
+        return False
 
 
 def agree_on(path: Path, storages: Storages, rank: int, group: Group) -> Agreement:

@@ -22,7 +22,7 @@ from trainer.checkpoint.folders import (
     read_state,
     share,
 )
-from trainer.checkpoint.reach import check_reach
+from trainer.checkpoint.reach import BRING, check_reach, render_lacking
 from trainer.checkpoint.shards import (
     model_state,
     read_all_shards,
@@ -95,7 +95,10 @@ def read_full(path: Path) -> State:
     {"model": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, "exp_avg_sq": tensor, "step": tensor}}}.
     """
     found: list[State] = []
-    verify(path, _ALONE)
+    spread = verify(path, _ALONE).spread
+    lacking = [name for name in spread.needs if not (path / name).exists()] if spread else []
+    if spread and lacking:
+        raise CheckpointError(f"{path} is not whole: {render_lacking([lacking], ['this node'], spread)}. {BRING}")
     on_all(lambda: found.append(read_all_shards(path)), None, partial(load_error, path))
     return found[0]
 

@@ -21,7 +21,8 @@ from trainer.commands.help import CONTEXT, TRAIN, TRAINING, VERBS
 from trainer.commands.interruptible import interruptible
 from trainer.commands.usage import in_two_parts
 from trainer.config.kinds.recognise import CONFIG, expect, read_kind
-from trainer.config.load import ConfigError, World, load_config, num_processes
+from trainer.config.load import ConfigError, load_config, num_processes
+from trainer.config.target import World
 from trainer.console import shown, tame_others, write_error, write_json, write_line
 from trainer.errors import UserError
 from trainer.host_memory import available_cores

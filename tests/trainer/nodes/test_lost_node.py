@@ -6,6 +6,7 @@ All nodes run at once, because most of the time is silence that they wait for.
 from __future__ import annotations
 
 import json
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,10 +76,10 @@ def lost(config, tmp_path_factory) -> dict[str, Lost]:
 def test_node_that_is_left_ends_in_time_and_names_the_lost_one(lost, name):
     found = lost[name]
     assert found.seconds < patient(WITHIN_S)
-    told = [line for line in found.log.splitlines() if "Error: " in line]
-    assert len(told) == 1 and "has been silent for 2" in told[0], found.log
-    node = "node 0 (" if told[0].count("node 0 (") else "node 1 ("
-    assert node in told[0]
+    told = [line for line in found.log.splitlines() if line.startswith("[rank ") and "Error: " in line]
+    assert len(told) == 1, found.log
+    node = CASES[name][0]
+    assert re.search(rf"node {node} \(\S+\) has been silent for 2\d s", told[0]), told[0]
     assert (found.outcome["state"], "has been silent" in found.outcome["error"]) == ("failed", True)
 
 
