@@ -273,7 +273,7 @@ class Watchdog:
         if nodes.store == nodes.of_rank[self._peers.rank]:
             return f"{since}: torchrun on this node, {nodes.names[nodes.store]}, is gone"
         name = nodes.names[nodes.store]
-        return f"{name} has been silent for {SILENT_S:.0f} s: its node or the network is gone. It holds torch's store"
+        return f"{name} has been silent for {SILENT_S:.0f} s: the node or the network is gone. It holds torch's store"
 
     def _has(self, *keys: str) -> bool:
         return bool(self._store.check(list(keys)))

@@ -5,9 +5,11 @@ Each node has a run folder of its own name, so that nothing is shared unless two
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,13 @@ def start(
 
 
 def train_rank(dist: Dist, rows: str, folders: list[str], how: dict[str, Any]) -> dict[str, Any]:
+    told = io.StringIO()
+    with redirect_stdout(told):
+        found = train_here(dist, rows, folders, how)
+    return {**found, "told": told.getvalue()}
+
+
+def train_here(dist: Dist, rows: str, folders: list[str], how: dict[str, Any]) -> dict[str, Any]:
     node = dist.nodes.of_rank[dist.rank] if dist.nodes else 0
     run_dir = Path(folders[node])
     run_dir.mkdir(parents=True, exist_ok=True)
