@@ -30,7 +30,7 @@ from trainer.checkpoint.shards import differences, sharded_state
 from trainer.checkpoint.states import ExtraState
 from trainer.config.load import config_to_dict
 from trainer.data.batches.steps import Loader
-from trainer.dist import Dist, on_keepers, on_rank0
+from trainer.dist import Dist, gather, on_keepers, on_rank0
 from trainer.errors import ConfigError, DataError, ModelError
 from trainer.files import expanded
 from trainer.nodes import Storages
@@ -73,7 +73,7 @@ def choose(config: Config, run_dir: Path, dist: Dist) -> Choice:
     After a restart by the host, this run's own checkpoints come first: `train.resume` names where the run began.
     """
     own, storages = Choice(), dist.storages
-    continues = config.train.resume == "auto" or bool(os.environ.get(RESTARTED_ENV))
+    continues = config.train.resume == "auto" or _is_restarted(dist)
     if continues and storages is None:
         own = on_rank0(dist, lambda: _own(run_dir / CHECKPOINTS_DIR))
     elif continues and storages is not None:
@@ -227,6 +227,12 @@ def _own(folder: Path) -> Choice:
         raise CheckpointError(f"{reason}. Make it readable, or start anew in another --run-dir") from error
 
 
+def _is_restarted(dist: Dist) -> bool:
+    """Whether the host has started the run again; on several nodes, whether any host has."""
+    mine = bool(os.environ.get(RESTARTED_ENV))
+    return mine if dist.nodes is None else any(gather(mine, dist.control_group))
+
+
 def _own_of_all(folder: Path, storages: Storages, dist: Dist) -> Choice:
     """The checkpoints that all storages hold together. Raises ConfigError if there are some, but none is whole."""
     agreed = settle(folder, storages, dist.rank, dist.control_group)
@@ -243,10 +249,7 @@ def _named_of_all(path: Path, storages: Storages, dist: Dist) -> Choice:
     if agreed.whole:
         return Choice([path])
     why = "; ".join(agreed.lacking.values()) or f"no node has {path.absolute()}"
-    raise ConfigError(
-        f"train.resume is {path}, which is not whole on all nodes: {why}",
-        hint=BRING_OR_ANEW,
-    )
+    raise ConfigError(f"train.resume is {path}, which is not whole on all nodes: {why}", hint=BRING_OR_ANEW)
 
 
 def _inside(run_dir: Path) -> Path:

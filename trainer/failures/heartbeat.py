@@ -13,7 +13,7 @@ from trainer.typed import from_json, parse_json
 SILENT_S = 20.0
 """A rank that posts nothing for this time during its steps and saves is gone, or its node is."""
 MUTE_PHASES = frozenset({"starting", "exporting"})
-"""Phases in which a rank may be unable to post for longer: safetensors writes a whole file with the interpreter held."""
+"""Phases in which a rank may be unable to post for longer: safetensors holds the interpreter while it writes a file."""
 GONE_S = 2.0
 """Seconds after a process on this machine has ended in which its normal end or its own failure may still be read."""
 

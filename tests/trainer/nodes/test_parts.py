@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.trainer.nodes.on_nodes import FULL, checkpoints, losses_in, start, state_of
+from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import damages, is_complete
+from trainer.checkpoint.load import read_full
 from trainer.checkpoint.spread import Folder, Spread, to_bring
+from trainer.errors import ConfigError
+from trainer.export.checkpoint import find_source, load_trained
 from trainer.typed import from_json
 
 STEPS = ["step_000002", "step_000004"]
@@ -132,6 +137,17 @@ def test_newer_checkpoint_that_one_node_lacks_is_set_aside_and_the_one_before_ta
     assert "has no part of it; it is .bad_step_000004 now" in first["told"]
     assert checkpoints(folders[0]) == [".bad_step_000004", "step_000002", "step_000003"]
     assert checkpoints(folders[1]) == ["step_000002", "step_000003"]
+
+
+def test_part_is_not_exported_before_it_has_the_files_of_the_others(tmp_path, shards):
+    here, there = copy_of(shards, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"this node lacks __2_0\.distcp, __3_0\.distcp, which node 1"):
+        load_trained(find_source(here, None))
+    with pytest.raises(CheckpointError, match=r"step_000004 is not whole: this node lacks __2_0\.distcp"):
+        read_full(here / LAST)
+    bring([here / LAST, there / LAST])
+    exported, kept = load_trained(find_source(here, None)).state_dict(), read_full(here / LAST)["model"]
+    assert all(torch.equal(exported[name], tensor) for name, tensor in kept.items()) and len(kept) > 10
 
 
 def test_rank_that_dies_between_two_markers_loses_no_checkpoint(rows, tmp_path, whole):
