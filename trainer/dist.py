@@ -192,6 +192,15 @@ def gather(value: T, group: Group) -> list[T]:
     return values
 
 
+def from_rank0(value: T, group: Group) -> T:
+    """Rank 0's value, which must be picklable. Unlike `gather` it needs no memory for a large value of every rank."""
+    if group is None:
+        return value
+    values = [value]
+    torch_dist.broadcast_object_list(values, src=0, group=group)
+    return values[0]
+
+
 def on_rank0(dist: Dist, function: Callable[[], T]) -> T:
     """Call `function` on rank 0, and return its result on every rank; the result must be picklable.
 

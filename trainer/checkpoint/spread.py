@@ -5,7 +5,7 @@ Pure, and imports no torch: the deployer can do the same with the names in each 
 Each storage has a folder `step_N` with the shards of its own ranks, the random states of all ranks, and its own
 `.metadata`, which prefers the shards beside it. A rank on the same mesh reads nothing else. So:
 
-* a node of the same mesh needs the files of its own part (`Part.files`);
+* a node of the same mesh needs the files of its own part (`Spread.own`);
 * any other node needs all files that its `.metadata` refers to (`Spread.needs`); a node without a folder takes
   `state.json`, COMPLETE and the part of another node, and then what that part needs;
 * all folders in one, with `state.json`, COMPLETE and `.metadata` of any of them, are one whole checkpoint.
@@ -31,7 +31,7 @@ class Part:
     """The nodes that see this storage, for messages: `node 1 (gpu-b)`."""
     ranks: tuple[int, ...]
     files: dict[str, Entry]
-    """{file name: [bytes, CRC-32]}, without `state.json` and COMPLETE."""
+    """{file name: [bytes, CRC-32]} of its shards and of its `.metadata`."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Spread:
     storage: int
     """The number of this part."""
     parts: tuple[Part, ...]
+    common: dict[str, Entry]
+    """The random states of all ranks, which every storage has."""
     needs: tuple[str, ...] = ()
     """The shards that this part's `.metadata` refers to, wherever they are."""
 
@@ -51,13 +53,16 @@ class Spread:
         return self.parts[self.storage]
 
     @property
+    def own(self) -> dict[str, Entry]:
+        """The files of this part, without `state.json` and COMPLETE."""
+        return {**self.mine.files, **self.common}
+
+    @property
     def entries(self) -> dict[str, Entry]:
         """The shards and random states of all parts."""
+        named = {name: entry for part in self.parts for name, entry in part.files.items()}
         return {
-            name: entry
-            for part in self.parts
-            for name, entry in part.files.items()
-            if name not in ALWAYS and "/" not in name
+            name: entry for name, entry in {**named, **self.common}.items() if name not in ALWAYS and "/" not in name
         }
 
     def holder(self, name: str) -> str:
@@ -138,7 +143,7 @@ def needed(spread: Spread, *, ranks: Sequence[int] | None = None) -> set[str]:
 
     `ranks`: the ranks that the node will run, if the mesh is that of the save; None for any other mesh.
     """
-    own = set(spread.mine.files)
+    own = set(spread.own)
     return own if ranks is not None and tuple(ranks) == spread.mine.ranks else own | set(spread.needs)
 
 

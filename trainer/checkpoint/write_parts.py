@@ -8,6 +8,7 @@ marker and its name. So a marker anywhere says that the whole checkpoint is on d
 
 from __future__ import annotations
 
+import io
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -25,7 +27,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from trainer.checkpoint.agree import has_unfinished, settle
 from trainer.checkpoint.errors import CheckpointError, on_all, write_error
 from trainer.checkpoint.folders import (
-    CHECKPOINT_MARKER,
     METADATA_FILE,
     SPREAD_FORMAT,
     ChecksummingWriter,
@@ -36,10 +37,11 @@ from trainer.checkpoint.folders import (
     seal,
 )
 from trainer.checkpoint.spread import Part, Spread
-from trainer.checkpoint.states import State, write_random_state
-from trainer.dist import Group, gather
+from trainer.checkpoint.states import State, is_random, random_name
+from trainer.dist import Group, from_rank0, gather
 from trainer.files import sync_folder, write_synced
 from trainer.nodes import Storages
+from trainer.schema import CHECKPOINT_MARKER
 
 if TYPE_CHECKING:
     from trainer.checkpoint.write import Order, StageHook
@@ -59,50 +61,65 @@ def write_parts(order: Order, storages: Storages, state: State, group: Group, on
     on_all(lambda: make_empty(aside) if order.is_keeper else None, group, failure)
     on_stage("begun")
     on_all(shards, group, failure)
-    index = gather(writer.index, group)[0]
+    needs = from_rank0(writer.needs, group)
+    metadata = _metadata_here(order, storages, writer, group)
     on_stage("shards")
-    on_all(lambda: files.update(_write_small(order, storages, index, group)), group, failure)
+    others = gather(_random_state(order), group)
+    on_all(lambda: files.update(_write_small(order, others, metadata)), group, failure)
     on_stage("random")
-    info = _info(order, storages, files, index.needs, group)
+    info = _info(order, storages, files, needs, group)
     kept: list[bytes] = []
     on_all(lambda: kept.append(prepare(aside, info)) if order.is_keeper else None, group, failure)
     on_stage("state")
     _seal_all(order, kept, group, on_stage)
 
 
-def _write_small(order: Order, storages: Storages, index: Index, group: Group) -> Manifest:
-    """Write this rank's random state, and on each storage those of the other ranks, and its `.metadata`."""
-    files = write_random_state(order.aside, order.rank, order.random)
-    name = next(iter(files))
-    others = gather((name, (order.aside / name).read_bytes()), group)
+def _metadata_here(order: Order, storages: Storages, writer: PartsWriter, group: Group) -> bytes:
+    """The `.metadata` of this rank's storage. It can have many MB, so one after the other is sent."""
+    mine, kept = storages.of_rank[order.rank], b""
+    for storage in range(len(storages.names)):
+        sent = from_rank0(writer.metadata[storage] if writer.metadata else b"", group)
+        kept = sent if storage == mine else kept
+    return kept
+
+
+def _random_state(order: Order) -> tuple[str, bytes]:
+    """The file of this rank's random state, which every storage gets: name and content."""
+    content = io.BytesIO()
+    torch.save(order.random, content)
+    return random_name(order.rank), content.getvalue()
+
+
+def _write_small(order: Order, random: Sequence[tuple[str, bytes]], metadata: bytes) -> Manifest:
+    """On each storage, write the random states of all ranks and its `.metadata`."""
     if not order.is_keeper:
-        return files
-    mine = storages.of_rank[order.rank]
-    small = {name: data for rank, (name, data) in enumerate(others) if storages.of_rank[rank] != mine}
-    small[METADATA_FILE] = index.metadata[mine]
+        return {}
+    small = {**dict(random), METADATA_FILE: metadata}
     for name, data in small.items():
         write_synced(order.aside / name, data)
-    return files | {name: entry_of(data) for name, data in small.items()}
+    return {name: entry_of(data) for name, data in small.items()}
 
 
 def _info(
     order: Order, storages: Storages, files: Manifest, needs: Sequence[Sequence[str]], group: Group
 ) -> dict[str, Any]:
     """The content of `state.json` of this rank's storage."""
-    told = gather((files, uuid.uuid4().hex), group)
+    told, save = gather(files, group), from_rank0(uuid.uuid4().hex, group)
+    entries = [{name: (entry[0], entry[1]) for name, entry in own.items()} for own in told]
     parts = []
     for storage, node in enumerate(storages.names):
         ranks = storages.ranks(storage)
-        own = {name: (entry[0], entry[1]) for rank in ranks for name, entry in told[rank][0].items()}
-        parts.append(Part(node, tuple(ranks), own))
+        held = {name: entry for rank in ranks for name, entry in entries[rank].items() if not is_random(name)}
+        parts.append(Part(node, tuple(ranks), held))
+    common = {name: entry for name, entry in entries[0].items() if is_random(name)}
     mine = storages.of_rank[order.rank]
-    spread = Spread(told[0][1], mine, tuple(parts), tuple(needs[mine]))
+    spread = Spread(save, mine, tuple(parts), common, tuple(needs[mine]))
     return {
         "format": SPREAD_FORMAT,
         "step": order.step,
         "world_size": order.world_size,
         **order.info,
-        "files": spread.mine.files,
+        "files": spread.own,
         "spread": asdict(spread),
     }
 
@@ -130,20 +147,13 @@ def _seal_all(order: Order, kept: list[bytes], group: Group, on_stage: StageHook
 # --- torch's part -----------------------------------------------------------------------------------------------------
 
 
-class Index:
-    """Rank 0's knowledge of what was written: for each storage its `.metadata`, and the shards that this refers to."""
-
-    def __init__(self) -> None:
-        self.metadata: list[bytes] = []
-        self.needs: list[list[str]] = []
-
-
 class PartsWriter(ChecksummingWriter):
-    """Writes shards; its `index` on rank 0 has a `.metadata` for each storage."""
+    """Writes shards. Afterwards rank 0 has a `.metadata` for each storage, and the shards that this refers to."""
 
     def __init__(self, path: Path, storages: Storages) -> None:
         super().__init__(path)
-        self.index = Index()
+        self.metadata: list[bytes] = []
+        self.needs: list[list[str]] = []
         self._storages = storages
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -152,9 +162,9 @@ class PartsWriter(ChecksummingWriter):
             order = sorted(range(len(results)), key=lambda rank: self._storages.of_rank[rank] == storage)
             ordered = [results[rank] for rank in order]
             super().finish(metadata, ordered)
-            self.index.metadata.append((Path(self.path) / METADATA_FILE).read_bytes())
+            self.metadata.append((Path(self.path) / METADATA_FILE).read_bytes())
             files = {one.index: one.storage_data.relative_path for part in ordered for one in part}
-            self.index.needs.append(sorted(set(files.values())))
+            self.needs.append(sorted(set(files.values())))
         self.manifest.pop(METADATA_FILE, None)  # each storage's keeper writes its own
 
 

@@ -96,8 +96,8 @@ def take_weights(run: Run, result: Result) -> int:
     if source == "last" or (source == "auto" and result.reason is None):
         return last
     folder = run.run_dir / CHECKPOINTS_DIR
-    whole = whole_steps(folder, run.dist)
-    best = on_rank0(run.dist, lambda: best_in(folder, newest=last, among=whole))
+    common = whole_steps(folder, run.dist)
+    best = on_rank0(run.dist, lambda: best_in(folder, newest=last, among=common))
     if best is None:
         run.log.note("warning: no checkpoint has a held-out loss: the weights of the last step are exported")
         return last

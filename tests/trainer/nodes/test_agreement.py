@@ -56,27 +56,28 @@ def test_newer_step_that_is_not_whole_says_which_node_lacks_it(first, second, wh
     assert agree([first, second], NAMES).lacking == why
 
 
-RANDOM = {"random_0.pt": (1, 1), "random_1.pt": (1, 2), ".metadata": (9, 9)}
+RANDOM = {"random_0.pt": (1, 1), "random_1.pt": (1, 2)}
+BESIDE = {*RANDOM, ".metadata"}
 PARTS = (
-    Part("node 0 (a)", (0,), {"__0_0.distcp": (5, 5), **RANDOM}),
-    Part("node 1 (b)", (1,), {"__1_0.distcp": (6, 6), **RANDOM}),
+    Part("node 0 (a)", (0,), {"__0_0.distcp": (5, 5), ".metadata": (9, 9)}),
+    Part("node 1 (b)", (1,), {"__1_0.distcp": (6, 6), ".metadata": (9, 8)}),
 )
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
 
 
 def part(storage: int, needs: tuple[str, ...] = SHARDS) -> Spread:
-    return Spread("x", storage, PARTS, needs)
+    return Spread("x", storage, PARTS, RANDOM, needs)
 
 
 def test_node_on_the_same_mesh_needs_its_own_files_and_any_other_what_its_metadata_names():
-    assert needed(part(1), ranks=[1]) == {"__1_0.distcp", *RANDOM}
-    assert needed(part(1), ranks=[0]) == {*SHARDS, *RANDOM}
-    assert needed(part(1)) == {*SHARDS, *RANDOM}
-    assert needed(part(0, needs=("__0_0.distcp",))) == {"__0_0.distcp", *RANDOM}  # a whole replica
+    assert needed(part(1), ranks=[1]) == {"__1_0.distcp", *BESIDE}
+    assert needed(part(1), ranks=[0]) == {*SHARDS, *BESIDE}
+    assert needed(part(1)) == {*SHARDS, *BESIDE}
+    assert needed(part(0, needs=("__0_0.distcp",))) == {"__0_0.distcp", *BESIDE}  # a whole replica
 
 
 def folder(storage: int, needs: tuple[str, ...] = SHARDS) -> Folder:
-    return Folder({*PARTS[storage].files, *ALWAYS}, part(storage, needs))
+    return Folder({*part(storage).own, *ALWAYS}, part(storage, needs))
 
 
 def test_nodes_that_come_back_to_their_places_bring_nothing():

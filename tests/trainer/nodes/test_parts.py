@@ -74,8 +74,8 @@ def test_each_node_keeps_a_part_that_says_what_the_other_holds(shards):
         assert checkpoints(shards / node) == STEPS
         state, spread = state_of(shards / node / LAST), spread_of(shards / node / LAST)
         assert (state["format"], spread.storage) == (4, number)
-        held = {f"__{2 * number}_0.distcp", f"__{2 * number + 1}_0.distcp", ".metadata"}
-        assert set(spread.mine.files) == held | {f"random_{rank}.pt" for rank in range(4)}
+        assert set(spread.mine.files) == {f"__{2 * number}_0.distcp", f"__{2 * number + 1}_0.distcp", ".metadata"}
+        assert set(spread.own) == set(spread.mine.files) | {f"random_{rank}.pt" for rank in range(4)}
         assert damages(shards / node / LAST, state["files"]) == []
         assert [part.ranks for part in spread.parts] == [(0, 1), (2, 3)]
         assert len(spread.needs) == 4

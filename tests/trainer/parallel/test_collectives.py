@@ -34,6 +34,7 @@ COLLECTIVES = {
     "on_keepers",
     "on_ranks",
     "settle",
+    "from_rank0",
     "rank0_first",
     "train_step",
     "evaluate",
