@@ -56,7 +56,8 @@ def write_parts(order: Order, storages: Storages, state: State, group: Group, on
         dcp.save(state, storage_writer=writer, planner=PartsPlanner(storages), process_group=group)
         files.update(writer.manifest)
 
-    if any(gather(order.is_keeper and has_unfinished(order.folder), group)):
+    unfinished = gather(order.is_keeper and has_unfinished(order.folder), group)
+    if any(unfinished):
         settle(order.folder, storages, order.rank, group)  # else a part that `make_empty` removes may be missed
     on_all(lambda: make_empty(aside) if order.is_keeper else None, group, failure)
     on_stage("begun")
