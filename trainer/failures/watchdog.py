@@ -137,6 +137,13 @@ class Watchdog:
         self._judged.wait(seconds)
         return self._verdict
 
+    def hears_store(self, seconds: float) -> bool:
+        """Whether the store answers within `seconds`."""
+        seen, deadline = self._rounds, time.monotonic() + seconds
+        while self._rounds == seen and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._rounds != seen
+
     def _watch(self) -> None:
         last = answered = time.monotonic()
         while not self._over.wait(self._peers.period_s):

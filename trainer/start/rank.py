@@ -20,6 +20,7 @@ from trainer.dist import Dist, control_timeout_s, gather, on_keepers, on_rank0, 
 from trainer.errors import ConfigError, UserError
 from trainer.failures import diagnose
 from trainer.failures.heartbeat import SILENT_S
+from trainer.failures.termination import outlasting_sigterm
 from trainer.failures.watchdog import leave, watching
 from trainer.metrics.trackers import check_trackers
 from trainer.nodes import Nodes
@@ -83,7 +84,10 @@ def _show_fatal_signals() -> None:
 
 def run_recipe(config: Config, run_dir: Path, dist: Dist, *, debug: bool) -> int:
     """Run the configured recipe under the watchdog. Ends the process after Ctrl-C, or if one of several ranks fails."""
-    with watching(dist, run_dir, timeout_s=config.train.hang_timeout_s) as watchdog:
+    with (
+        watching(dist, run_dir, timeout_s=config.train.hang_timeout_s) as watchdog,
+        outlasting_sigterm(watchdog, several=dist.nodes is not None),
+    ):
         try:
             dist.startup.enter("imports")
             recipe = import_module(f"trainer.recipes.{config.recipe}")
