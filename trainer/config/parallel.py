@@ -163,7 +163,8 @@ def mesh_of(config: Config, counts: Sequence[int], *, in_order: bool = True) -> 
     uneven = f"the nodes have {', '.join(map(str, counts))} ranks" if len(set(counts)) > 1 else ""
     uneven = uneven or ("" if in_order else "the ranks of a node are not adjacent")
     if how.hybrid and uneven:
-        message = f"{STRATEGY} is {how.word}, and replicas need as many ranks on each node: {uneven}"
+        asked = f"{STRATEGY} is {how.word}" if options.sharding_strategy else f"{REPLICAS} is {given}"
+        message = f"{asked}, and replicas need as many ranks on each node: {uneven}"
         raise ConfigError(message, hint=f"use {STRATEGY}=FULL_SHARD or target.train_backend=ddp")
     if how.hybrid and given is not None and ranks % given:
         message = f"{REPLICAS} is {given}, which does not divide {ranks} ranks"
@@ -173,6 +174,8 @@ def mesh_of(config: Config, counts: Sequence[int], *, in_order: bool = True) -> 
     if is_default and uneven:
         return Mesh(None, f"mesh: 1 replica x {ranks} shards: {uneven}, so a replica on each node is not possible")
     replicas = len(counts) if given is None and (how.hybrid or is_default) else given
+    for broken in _smaller_group(how, ranks // (replicas or 1)):
+        raise ConfigError(broken.message, hint=broken.hint)
     return Mesh(replicas, _render_mesh(replicas or 1, ranks, counts))
 
 
