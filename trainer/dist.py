@@ -16,8 +16,10 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as torch_dist
 
+from trainer.nodes import Nodes, Storages, are_several, nodes_of, read_claim
 from trainer.progress import Progress
 from trainer.startup import Startup
+from trainer.store_holder import holds_store
 
 T = TypeVar("T")
 
@@ -54,10 +56,27 @@ class Dist:
     """This rank's current phase, for the watchdog."""
     startup: Startup = field(default_factory=Startup, compare=False)
     """Measures the time until the first step, by phase."""
+    nodes: Nodes | None = None
+    """The nodes of the ranks; None if there is one, or if nothing tells."""
+    storages: Storages | None = None
+    """The separate storages of the run folder; None if every rank sees the same one."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_keeper(self) -> bool:
+        """Whether this is the first rank on its storage of the run folder: rank 0, where all see the same one."""
+        return self.rank == (0 if self.storages is None else self.storages.keeper(self.rank))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's number among those on the same storage, and how many they are."""
+        if self.storages is None:
+            return self.rank, self.world_size
+        ranks = self.storages.ranks(self.storages.of_rank[self.rank])
+        return ranks.index(self.rank), len(ranks)
 
 
 def start_dist(
@@ -83,7 +102,11 @@ def start_dist(
         device_id=device if device_kind == "cuda" else None,
     )
     dist = Dist(rank, local_rank, world_size, device, store=store)
-    return replace(dist, control_group=new_control_group(dist))
+    dist = replace(dist, control_group=new_control_group(dist))
+    if not are_several(os.environ):
+        return dist
+    claim = read_claim(os.environ, holds_store=holds_store(os.environ))
+    return replace(dist, nodes=nodes_of(gather(claim, dist.control_group)))
 
 
 def new_control_group(dist: Dist) -> torch_dist.ProcessGroup | None:
@@ -176,6 +199,15 @@ def gather(value: T, group: Group) -> list[T]:
     return values
 
 
+def from_rank0(value: T, group: Group) -> T:
+    """Rank 0's value, which must be picklable. Unlike `gather` it needs no memory for a large value of every rank."""
+    if group is None:
+        return value
+    values = [value]
+    torch_dist.broadcast_object_list(values, src=0, group=group)
+    return values[0]
+
+
 def on_rank0(dist: Dist, function: Callable[[], T]) -> T:
     """Call `function` on rank 0, and return its result on every rank; the result must be picklable.
 
@@ -198,6 +230,42 @@ def on_rank0(dist: Dist, function: Callable[[], T]) -> T:
     if failed is not None:
         raise DistError(f"rank 0 failed: {failed}")
     return answers[0]
+
+
+def on_keepers(dist: Dist, function: Callable[[], T]) -> T:
+    """Call `function` on the first rank of each storage of the run folder, and return its result to the ranks there.
+
+    Raises as `on_rank0` does, on every rank. If all ranks see the same run folder, the two are the same.
+    """
+    if dist.storages is None:
+        return on_rank0(dist, function)
+    return on_ranks(dist, dist.storages.keepers, function)[dist.storages.keeper(dist.rank)]
+
+
+def on_ranks(dist: Dist, chosen: Sequence[int], function: Callable[[], T]) -> dict[int, T]:
+    """Call `function` on these ranks, and return their results by rank on every rank; they must be picklable.
+
+    If it raises an Exception on some, they raise that and every other rank a DistError with the first one's message.
+    """
+    answer: list[T] = []
+    failed: str | None = None
+    caught: Exception | None = None
+    if dist.rank in chosen:
+        try:
+            answer = [function()]
+        except Exception as error:
+            caught, failed = error, f"{type(error).__name__}: {error}"
+    told = gather((answer, failed), dist.control_group)
+    if caught is not None:
+        raise caught
+    for rank in chosen:
+        if (why := told[rank][1]) is not None:
+            raise DistError(f"rank {rank}{_on_node(dist, rank)} failed: {why}")
+    return {rank: told[rank][0][0] for rank in chosen}
+
+
+def _on_node(dist: Dist, rank: int) -> str:
+    return "" if dist.nodes is None else f" on {dist.nodes.name_of(rank)}"
 
 
 def rank0_first(dist: Dist, function: Callable[[], T]) -> T:

@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -53,12 +53,13 @@ def run_ranks(
     timeout_s: float = HANG_S,
     grace_s: float = 5,
     savers: bool = False,
+    nodes: Sequence[int] = (),
 ) -> list[Any]:
     """What `fn(dist, *args)` returned on each rank, in rank order.
 
     `fn` must be a function of a module's top level; arguments and results go through torch.save. The first failure of
     any rank ends them all, `grace_s` later, and is raised here with that rank's traceback. With `savers` each rank may
-    call `forked_saver`, once.
+    call `forked_saver`, once. `nodes`: the number of ranks on each of several nodes, as torchrun would tell them.
     """
     context = _context()
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +74,7 @@ def run_ranks(
                 beside.append(process)
             process = context.Process(
                 target=_rank_main,
-                args=(writer, store, rank, world_size, fn, packed, saver, beside[-1].pid if savers else 0),
+                args=(writer, store, rank, world_size, fn, packed, saver, beside[-1].pid if savers else 0, nodes),
                 daemon=True,
             )
             process.start()
@@ -143,10 +144,12 @@ def _rank_main(
     packed: bytes,
     saver: Connection | None,
     saver_pid: int,
+    nodes: Sequence[int],
 ) -> None:
     if saver is not None:
         _savers.append(Launched(saver, saver_pid, lambda: _kill(saver_pid)))
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    os.environ.update(_place(rank, nodes))
     torch.set_num_threads(1)
     from trainer.dist import start_dist, stop_dist
 
@@ -156,6 +159,16 @@ def _rank_main(
         stop_dist()
     except BaseException:
         writer.send((False, traceback.format_exc()))
+
+
+def _place(rank: int, nodes: Sequence[int]) -> dict[str, str]:
+    """torchrun's variables about a rank's node, if there are several."""
+    for node, count in enumerate(nodes):
+        if rank < count:
+            place = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": node, "GROUP_WORLD_SIZE": len(nodes)}
+            return {name: str(value) for name, value in place.items()}
+        rank -= count
+    return {}
 
 
 def _collect(readers: list[Connection], timeout_s: float) -> list[Any]:

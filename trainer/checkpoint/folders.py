@@ -13,7 +13,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -23,6 +23,7 @@ from typing import Annotated, Any, BinaryIO, cast
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from trainer.checkpoint.spread import Spread
 from trainer.files import read_up_to, remove_tree, sync_folder, write_synced
 from trainer.schema import CHECKPOINT_MARKER
 from trainer.typed import MAX_BYTES, Count, InvalidData, Size, Within, from_json, parse_json
@@ -39,6 +40,8 @@ Manifest = dict[str, list[int]]
 FORMAT = 3
 """The folder's format. 2: the optimizer's state by parameter name without its groups, and `files`. 3: the marker
 contains the checksum of `state.json`."""
+SPREAD_FORMAT = 4
+"""The format of one storage's part of a checkpoint: `files` are those of this part, `spread` names all parts."""
 CHECKSUMMED_MARKER_FORMAT = 3
 """From this format on, an empty marker means damage."""
 MARKER_BYTES = 4096
@@ -54,9 +57,14 @@ def step_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def aside_name(step: int) -> str:
+    """The folder's name until it is complete."""
+    return f".tmp_{step_name(step)}"
+
+
 def steps_in(folder: Path) -> dict[int, Path]:
     """The complete checkpoints in a folder by step, ascending."""
-    return {step: path for step, path in _named(folder).items() if is_complete(path)}
+    return {step: path for step, path in named_steps(folder).items() if is_complete(path)}
 
 
 def newest_complete(folder: Path) -> Path | None:
@@ -114,10 +122,21 @@ def commit(
     aside: Path, final: Path, info: dict[str, Any], on_stage: Callable[[str], None] = lambda stage: None
 ) -> None:
     """Give a completely written folder its marker and its final name. `on_stage` is called after each stage."""
+    state = prepare(aside, info)
+    on_stage("state")
+    seal(aside, final, state, on_stage)
+
+
+def prepare(aside: Path, info: dict[str, Any]) -> bytes:
+    """Write `state.json` into a completely written folder, and return its content: only `seal` is left to do."""
     state = json.dumps(info, indent=1).encode()
     write_synced(aside / STATE_FILE, state)
     sync_folder(aside)
-    on_stage("state")
+    return state
+
+
+def seal(aside: Path, final: Path, state: bytes, on_stage: Callable[[str], None] = lambda stage: None) -> None:
+    """Give a prepared folder its marker and its final name. `state`: the content of its `state.json`."""
     write_synced(aside / CHECKPOINT_MARKER, render_marker(state))
     sync_folder(aside)
     on_stage("marker")
@@ -137,7 +156,7 @@ def commit(
 
 def render_marker(state: bytes) -> bytes:
     """The content of the marker for this `state.json`."""
-    return json.dumps({STATE_FILE: _entry(state)}).encode()
+    return json.dumps({STATE_FILE: entry_of(state)}).encode()
 
 
 @dataclass(frozen=True)
@@ -163,6 +182,7 @@ class Saved:
     eval_step_best: Count | None = None
     eval_step: Count | None = None
     evals_without_gain: Count | None = None
+    spread: Spread | None = None
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], bool]:
@@ -172,7 +192,7 @@ def read_state(folder: Path) -> tuple[dict[str, Any], bool]:
     """
     state, marker = read_up_to(folder / STATE_FILE, MAX_BYTES), read_up_to(folder / CHECKPOINT_MARKER, MARKER_BYTES)
     if marker:
-        wrong = _difference(_entry(state), parse_marker(marker))
+        wrong = _difference(entry_of(state), parse_marker(marker))
         if wrong:
             raise DamagedError(f"{STATE_FILE} {wrong}")
     try:
@@ -203,9 +223,12 @@ def remove(path: Path) -> None:
     remove_tree(doomed)
 
 
-def _named(folder: Path) -> dict[int, Path]:
-    """Raises OSError if an existing folder cannot be listed: else the run would start from the beginning and delete its
-    checkpoints. Since Python 3.12 Path.glob finds nothing in such a folder."""
+def named_steps(folder: Path) -> dict[int, Path]:
+    """The folders with a checkpoint's name by step, ascending.
+
+    Raises OSError if an existing folder cannot be listed: else the run would start from the beginning and delete its
+    checkpoints. Since Python 3.12 Path.glob finds nothing in such a folder.
+    """
     return _steps_of(_listed(folder))
 
 
@@ -287,12 +310,14 @@ def disagreements(folder: Path, info: Mapping[str, Any]) -> list[str]:
     if isinstance(data, Mapping) and data.get("step", step) != step:
         found.append(f"{STATE_FILE} is of step {step}, and its place in the data is after step {data['step']}")
     if "files" in info:
-        found += _strange_files(folder, info["files"], world_size)
+        spread = from_json(info["spread"], Spread) if info.get("spread") else None
+        found += _strange_files(folder, info["files"], world_size, elsewhere=spread.entries if spread else {})
     return found
 
 
-def _strange_files(folder: Path, manifest: Manifest, world_size: int) -> list[str]:
-    """Names in the manifest that do not fit the number of ranks, and files in the folder that it does not list."""
+def _strange_files(folder: Path, manifest: Manifest, world_size: int, *, elsewhere: Collection[str]) -> list[str]:
+    """Names in the manifest that do not fit the number of ranks, and files in the folder that neither it lists nor
+    another part of the checkpoint: `elsewhere`."""
     ranks = {int(match[1]) for name in manifest if (match := RANDOM_NAME.fullmatch(name))}
     writers = {int(match[1]) for name in manifest if (match := SHARD_NAME.fullmatch(name))}
     found = []
@@ -302,14 +327,14 @@ def _strange_files(folder: Path, manifest: Manifest, world_size: int) -> list[st
         found.append(f"{STATE_FILE} has world_size {world_size} and shards of the ranks {_few(writers)}")
     if METADATA_FILE not in manifest:
         found.append(f"{STATE_FILE} does not name {METADATA_FILE}")
-    elsewhere = [name for name in manifest if Path(name).name != name or "\0" in name]
-    if elsewhere:
-        found.append(f"{STATE_FILE} names {first_few(elsewhere, 3)}, which is not in its folder")
+    outside = [name for name in manifest if Path(name).name != name or "\0" in name]
+    if outside:
+        found.append(f"{STATE_FILE} names {first_few(outside, 3)}, which is not in its folder")
     # further files with such names come from elsewhere; other files (an editor's, a file system's) are not read
     ours = {
         file.name for file in folder.iterdir() if SHARD_NAME.fullmatch(file.name) or RANDOM_NAME.fullmatch(file.name)
     }
-    strays = sorted(ours - set(manifest))
+    strays = sorted(ours - set(manifest) - set(elsewhere))
     if strays:
         found.append(f"{first_few(strays, 3)} is not of this checkpoint: {STATE_FILE} does not name it")
     return found
@@ -338,7 +363,8 @@ def _difference(found: list[int], written: list[int]) -> str | None:
     return None if found == written else f"has other content than was written (CRC-32 is not {written[1]:08x})"
 
 
-def _entry(data: bytes) -> list[int]:
+def entry_of(data: bytes) -> list[int]:
+    """A content's entry in a manifest."""
     return [len(data), zlib.crc32(data)]
 
 

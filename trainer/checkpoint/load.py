@@ -22,6 +22,7 @@ from trainer.checkpoint.folders import (
     read_state,
     share,
 )
+from trainer.checkpoint.reach import BRING, check_reach, render_lacking
 from trainer.checkpoint.shards import (
     model_state,
     read_all_shards,
@@ -29,8 +30,10 @@ from trainer.checkpoint.shards import (
     read_shards,
     sharded_state,
 )
+from trainer.checkpoint.spread import Spread
 from trainer.checkpoint.states import State, check_finite, read_random_state, set_random_state
 from trainer.dist import Dist
+from trainer.typed import from_json
 
 _ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -46,6 +49,8 @@ class Resumed:
     """Length and checksum of each file; empty if an earlier version wrote the checkpoint."""
     has_verified_state: bool = True
     """Whether the checksum of this content was verified; False if an earlier version wrote the checkpoint."""
+    spread: Spread | None = None
+    """All parts of the checkpoint, if it was written into several storages."""
 
 
 def load(
@@ -78,6 +83,7 @@ def load_model(path: Path, model: nn.Module, dist: Dist, *, verified: Resumed | 
     """
     group, verdict = dist.control_group, f"cannot load {path}. {DAMAGED}"
     resumed = verified or verify(path, dist)
+    check_reach(path, resumed.spread, lambda: {"model": model_state(model)}, dist)
     on_all(lambda: read_model_shards(path, model, group), group, partial(load_error, path))
     on_all(lambda: check_finite({"model": model_state(model)}, verdict), group, partial(load_error, path))
     return resumed
@@ -89,7 +95,10 @@ def read_full(path: Path) -> State:
     {"model": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, "exp_avg_sq": tensor, "step": tensor}}}.
     """
     found: list[State] = []
-    verify(path, _ALONE)
+    spread = verify(path, _ALONE).spread
+    lacking = [name for name in spread.needs if not (path / name).exists()] if spread else []
+    if spread and lacking:
+        raise CheckpointError(f"{path} is not whole: {render_lacking([lacking], ['this node'], spread)}. {BRING}")
     on_all(lambda: found.append(read_all_shards(path)), None, partial(load_error, path))
     return found[0]
 
@@ -107,7 +116,11 @@ def read_info(path: Path) -> Resumed:
         if wrong:
             raise DamagedError("; ".join(wrong))
         info.pop("format", None)
-        return Resumed(info.pop("step"), info.pop("world_size"), info, info.pop("files", {}), has_verified_state)
+        files, spread = info.pop("files", {}), info.pop("spread", None)
+        parts = from_json(spread, Spread) if spread else None
+        if parts is not None:  # files of other parts may be here too
+            files |= {name: list(entry) for name, entry in parts.entries.items() if (path / name).exists()}
+        return Resumed(info.pop("step"), info.pop("world_size"), info, files, has_verified_state, parts)
     except DamagedError as error:
         raise load_error(path, str(error)) from error
     except OSError as error:
@@ -123,7 +136,7 @@ def verify(path: Path, dist: Dist) -> Resumed:
 
     def look() -> None:
         read.append(read_info(path))
-        damaged = damages(path, share(read[0].files, dist.rank, dist.world_size))
+        damaged = damages(path, share(read[0].files, *dist.place))
         if damaged:
             raise load_error(path, "; ".join(damaged))
 

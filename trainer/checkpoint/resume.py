@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.checkpoint.agree import agree_on, settle
 from trainer.checkpoint.errors import DAMAGED, CheckpointError, load_error, on_all
 from trainer.checkpoint.folders import (
     STATE_FILE,
@@ -20,22 +21,26 @@ from trainer.checkpoint.folders import (
     newest_complete,
     restore_replaced,
     set_aside,
+    step_name,
     steps_in,
 )
 from trainer.checkpoint.load import Resumed, load, verify
-from trainer.checkpoint.shards import differences
+from trainer.checkpoint.reach import BRING, check_reach
+from trainer.checkpoint.shards import differences, sharded_state
 from trainer.checkpoint.states import ExtraState
 from trainer.config.load import config_to_dict
 from trainer.data.batches.steps import Loader
-from trainer.dist import Dist, on_rank0
+from trainer.dist import Dist, gather, on_keepers, on_rank0
 from trainer.errors import ConfigError, DataError, ModelError
 from trainer.files import expanded
+from trainer.nodes import Storages
 from trainer.optim.build import had_8bit_embeddings
 from trainer.optim.schedules import lr_multiplier
 from trainer.schema import CHECKPOINTS_DIR, RESTARTED_ENV, Config
 from trainer.typed import InvalidData
 from trainer.words import first_few
 
+BRING_OR_ANEW = f"{BRING}; train.resume=never starts anew"
 ANEW = "restore it, or start anew with train.resume=never"
 RECIPE = "recipe"
 """The key of the recipe's own state in `state.json`; absent if the recipe has none."""
@@ -48,6 +53,8 @@ class Choice:
     paths: list[Path] = field(default_factory=list)
     incomplete: list[Path] = field(default_factory=list)
     """Incomplete checkpoints. The run skips and reports those that are newer than the one it resumes from."""
+    reasons: Mapping[Path, str] = field(default_factory=dict)
+    """Why a checkpoint is incomplete, if its own folder does not tell: another storage lacks its part."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +72,17 @@ def choose(config: Config, run_dir: Path, dist: Dist) -> Choice:
 
     After a restart by the host, this run's own checkpoints come first: `train.resume` names where the run began.
     """
-    own = Choice()
-    if config.train.resume == "auto" or os.environ.get(RESTARTED_ENV):
+    own, storages = Choice(), dist.storages
+    continues = config.train.resume == "auto" or _is_restarted(dist)
+    if continues and storages is None:
         own = on_rank0(dist, lambda: _own(run_dir / CHECKPOINTS_DIR))
+    elif continues and storages is not None:
+        own = _own_of_all(run_dir / CHECKPOINTS_DIR, storages, dist)
     if own.paths or config.train.resume in ("auto", "never"):
         return own
     path = expanded(config.train.resume)
+    if storages is not None:
+        return _named_of_all(path, storages, dist)
     wrong = on_rank0(dist, lambda: None if is_complete(path) else (missing(path), newest_complete(_inside(path))))
     if wrong is not None:
         reason, newest = wrong
@@ -105,6 +117,7 @@ def resume(
             check_optimizer(path, saved.extra.get("config") or {}, optimizer)
             _check(path, saved, required, tensors, data)
             _check_state(path, saved.extra.get(RECIPE), state)
+            check_reach(path, saved.spread, lambda: sharded_state(module, optimizer), dist)
             load(path, module, optimizer, dist, verified=saved)
         except CheckpointError as error:
             failures.append((path, error))
@@ -214,6 +227,31 @@ def _own(folder: Path) -> Choice:
         raise CheckpointError(f"{reason}. Make it readable, or start anew in another --run-dir") from error
 
 
+def _is_restarted(dist: Dist) -> bool:
+    """Whether the host has started the run again; on several nodes, whether any host has."""
+    mine = bool(os.environ.get(RESTARTED_ENV))
+    return mine if dist.nodes is None else any(gather(mine, dist.control_group))
+
+
+def _own_of_all(folder: Path, storages: Storages, dist: Dist) -> Choice:
+    """The checkpoints that all storages hold together. Raises ConfigError if there are some, but none is whole."""
+    agreed = settle(folder, storages, dist.rank, dist.control_group)
+    if agreed.lacking and not agreed.whole:
+        told = "; ".join(f"{step_name(step)}: {why}" for step, why in list(agreed.lacking.items())[-3:])
+        raise ConfigError(f"no checkpoint in {folder} is whole on all nodes: {told}", hint=BRING_OR_ANEW)
+    lacking = {folder / step_name(step): why for step, why in agreed.lacking.items()}
+    return Choice([folder / step_name(step) for step, _ in agreed.whole], list(lacking), lacking)
+
+
+def _named_of_all(path: Path, storages: Storages, dist: Dist) -> Choice:
+    """The checkpoint that `train.resume` names, if it is whole on all storages. Else raises ConfigError."""
+    agreed = agree_on(path, storages, dist.rank, dist.control_group)
+    if agreed.whole:
+        return Choice([path])
+    why = "; ".join(agreed.lacking.values()) or f"no node has {path.absolute()}"
+    raise ConfigError(f"train.resume is {path}, which is not whole on all nodes: {why}", hint=BRING_OR_ANEW)
+
+
 def _inside(run_dir: Path) -> Path:
     return run_dir / CHECKPOINTS_DIR
 
@@ -273,9 +311,10 @@ def _check_state(path: Path, saved: Any, state: ExtraState | None) -> None:
 def _notes(path: Path | None, choice: Choice, failures: list[tuple[Path, CheckpointError]], dist: Dist) -> list[str]:
     reasons = {bad: f"cannot load {bad}: {_reason(bad, error)}" for bad, error in failures}
     passed = [bad for bad in choice.incomplete if path is None or _step_of(bad) > _step_of(path)]
-    reasons |= {bad: f"{bad} is not complete: {missing(bad)}" for bad in passed}
-    aside = on_rank0(dist, lambda: {bad: set_aside(bad) for bad in reasons})
-    told = [f"warning: {reason}; it is {aside[bad].name} now" for bad, reason in reasons.items()]
+    reasons |= {bad: f"{bad} is not complete: {choice.reasons.get(bad) or missing(bad)}" for bad in passed}
+    aside = on_keepers(dist, lambda: {bad: set_aside(bad) for bad in reasons if bad.exists()})
+    names = {bad: f"it is {aside[bad].name} now" if bad in aside else "it is set aside" for bad in reasons}
+    told = [f"warning: {reason}; {names[bad]}" for bad, reason in reasons.items()]
     goes_on = f"going on from {path.name}, the one before" if path else "beginning anew: there is no other checkpoint"
     return [*told, goes_on] if told else []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,8 @@ class Keep:
 
 
 def prune(folder: Path, keep: Keep, *, newest: int) -> list[Path]:
-    """Delete the complete checkpoints that retention does not keep, and return their paths. Rank 0 only.
+    """Delete the complete checkpoints that retention does not keep, and return their paths. Only the first rank on each
+    storage calls this.
 
     A checkpoint that cannot be read now may be the best one, and stays. A damaged one counts as one without a loss.
     """
@@ -61,13 +62,14 @@ def to_delete(saved: Mapping[int, float | None], keep: Keep, *, newest: int) -> 
     return [step for step in own if step not in wanted] + later
 
 
-def best_in(folder: Path, *, newest: int) -> tuple[int, float] | None:
+def best_in(folder: Path, *, newest: int, among: Collection[int] | None = None) -> tuple[int, float] | None:
     """The step, up to `newest`, of the complete checkpoint with the lowest held-out loss, and that loss; None if no
-    checkpoint has one.
+    checkpoint has one. `among`: only of these steps.
 
     Of equal losses the later step is better.
     """
-    losses = {step: loss for step, path in steps_in(folder).items() if (loss := _metric(path)) is not None}
+    there = {step: path for step, path in steps_in(folder).items() if among is None or step in among}
+    losses = {step: loss for step, path in there.items() if (loss := _metric(path)) is not None}
     known = {step: loss for step, loss in losses.items() if step <= newest and math.isfinite(loss)}
     return min(known.items(), key=lambda item: (item[1], -item[0]), default=None)
 

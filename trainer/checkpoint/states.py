@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.folders import ChecksummedFile, Manifest
+from trainer.checkpoint.folders import RANDOM_NAME, ChecksummedFile, Manifest
 from trainer.tensors import local_tensor
 from trainer.words import first_few
 
@@ -130,5 +130,13 @@ def read_random_state(folder: Path, rank: int) -> dict[str, Any]:
     return state
 
 
+def random_name(rank: int) -> str:
+    return f"random_{rank}.pt"
+
+
+def is_random(name: str) -> bool:
+    return RANDOM_NAME.fullmatch(name) is not None
+
+
 def _file(folder: Path, rank: int) -> Path:
-    return folder / f"random_{rank}.pt"
+    return folder / random_name(rank)

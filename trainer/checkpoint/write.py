@@ -1,4 +1,6 @@
-"""Writes a checkpoint from all ranks together: either complete, or not at all."""
+"""Writes a checkpoint from all ranks together: either complete, or not at all.
+
+If the ranks see several storages, `write_parts` writes a part into each."""
 
 from __future__ import annotations
 
@@ -11,12 +13,13 @@ from typing import Any
 import torch.distributed as torch_dist
 
 from trainer.checkpoint.errors import CheckpointError, first_cause, on_all, write_error
-from trainer.checkpoint.folders import FORMAT, Manifest, commit, make_empty, step_name
+from trainer.checkpoint.folders import FORMAT, Manifest, aside_name, commit, make_empty, step_name
 from trainer.checkpoint.retention import Keep, prune
 from trainer.checkpoint.shards import write_shards
 from trainer.checkpoint.states import State, check_finite, local_bytes, write_random_state
 from trainer.dist import Group, gather
 from trainer.files import lack_of_room, remove_tree
+from trainer.nodes import Storages
 
 HEADROOM_BYTES = 8 * 2**20  # metadata, random states and the file system's own blocks
 
@@ -39,6 +42,13 @@ class Order:
     random: dict[str, Any]
     info: dict[str, Any]
     keep: Keep
+    storages: Storages | None = None
+    """The separate storages of `folder`; None if all ranks see the same one."""
+
+    @property
+    def is_keeper(self) -> bool:
+        """See `Dist.is_keeper`."""
+        return self.rank == (0 if self.storages is None else self.storages.keeper(self.rank))
 
     @property
     def final(self) -> Path:
@@ -46,7 +56,7 @@ class Order:
 
     @property
     def aside(self) -> Path:
-        return self.folder / f".tmp_{step_name(self.step)}"
+        return self.folder / aside_name(self.step)
 
 
 def write(order: Order, state: State, group: Group, on_stage: StageHook = ignore_stage) -> str:
@@ -63,12 +73,12 @@ def write(order: Order, state: State, group: Group, on_stage: StageHook = ignore
         _write_aside(order, state, group, on_stage)
     except CheckpointError:
         if group is not None:
-            torch_dist.barrier(group=group)  # no rank may still write when rank 0 removes the folder
-        if order.rank == 0:
+            torch_dist.barrier(group=group)  # no rank may still write when the keeper removes the folder
+        if order.is_keeper:
             remove_tree(order.aside)
         raise
     on_stage("committed")
-    note = _prune(order) if order.rank == 0 else ""
+    note = _prune(order) if order.is_keeper else ""
     on_stage("pruned")
     return note
 
@@ -82,6 +92,11 @@ def _prune(order: Order) -> str:
 
 
 def _write_aside(order: Order, state: State, group: Group, on_stage: StageHook) -> None:
+    if order.storages is not None:
+        from trainer.checkpoint.write_parts import write_parts  # only then are torch's planners needed
+
+        write_parts(order, order.storages, state, group, on_stage)
+        return
     aside, main = order.aside, order.rank == 0
     failure, files = partial(write_error, order.final), Manifest()
     on_all(lambda: make_empty(aside) if main else None, group, failure)
@@ -103,8 +118,10 @@ def _write_aside(order: Order, state: State, group: Group, on_stage: StageHook) 
 
 def _check_space(order: Order, state: State, group: Group) -> None:
     """Raise on every rank, before anything is written, if the disk has no room for all ranks' shards."""
-    needed = sum(gather(local_bytes(state), group)) + HEADROOM_BYTES
-    folder = order.folder
+    sizes, storages = gather(local_bytes(state), group), order.storages
+    if storages is not None:
+        sizes = [sizes[rank] for rank in storages.ranks(storages.of_rank[order.rank])]
+    needed, folder = sum(sizes) + HEADROOM_BYTES, order.folder
 
     def check() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,4 +130,4 @@ def _check_space(order: Order, state: State, group: Group) -> None:
             hint = "Free some space, or lower train.keep_last"
             raise CheckpointError(f"no room for a checkpoint in {folder}: {lack}. {hint}")
 
-    on_all(check if order.rank == 0 else lambda: None, group, partial(write_error, order.final))
+    on_all(check if order.is_keeper else lambda: None, group, partial(write_error, order.final))

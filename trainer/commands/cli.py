@@ -19,7 +19,7 @@ import click
 import trainer
 from trainer.commands.help import CONTEXT, TRAIN, TRAINING, VERBS
 from trainer.commands.interruptible import interruptible
-from trainer.commands.take_place import take_place
+from trainer.commands.take_place import take_place, world_of
 from trainer.commands.usage import in_two_parts
 from trainer.config.kinds.recognise import CONFIG, expect, read_kind
 from trainer.config.load import ConfigError, load_config, num_processes
@@ -168,7 +168,8 @@ def train_command(
     if not isinstance(place, Rank) and JOB_ID_ENV not in os.environ:  # a job's config.yaml is a config
         expect(read_kind(config_path, named=kind), config_path, CONFIG, program=deployer_of(program))
     check_torch()
-    config = load_config(config_path, overrides, fsdp_config=fsdp_config, tell=tell_note)
+    world = world_of(place, os.environ)
+    config = load_config(config_path, overrides, fsdp_config=fsdp_config, tell=tell_note, world=world)
     if inspect:
         show_inspection(config, samples=3 if samples is None else samples, card_gib=card_gib, as_json=as_json)
         return
@@ -324,7 +325,7 @@ def prepare_rank(config: Config, run_dir: Path | None) -> None:
             raise ConfigError("under a torchrun of your own nobody chooses the GPUs of auto:N", hint=hint)
         launch.check_ranks(config, os.environ)
         os.environ.update(launch.build_launch_env(config, os.environ, cores=available_cores()))
-    if run_dir is not None and os.environ["RANK"] == "0":
+    if run_dir is not None and os.environ.get("LOCAL_RANK", "0") == "0":  # the folder may not be that of rank 0's node
         forget_stop(run_dir)
 
 

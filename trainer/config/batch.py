@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.config.keys import Broken
-from trainer.config.target import num_processes
+from trainer.config.target import ANY_WORLD, World
 from trainer.schema import Config
 
 BATCH_KEYS = ("train.grad_accum_steps", "train.micro_batch_size", "target.gpu_ranks")
@@ -48,10 +48,10 @@ class BatchRules:
         return max(1, self.tokens // self.seq_len)
 
 
-def batch_rules(config: Config) -> Iterator[Broken]:
-    t, n = config.train, num_processes(config)
+def batch_rules(config: Config, world: World) -> Iterator[Broken]:
+    t, n = config.train, world.ranks
     total = t.global_batch_size
-    if total is None:
+    if total is None or world == ANY_WORLD:
         return
     if total < n:
         message = f"train.global_batch_size is {total}, less than one row for each of {n} processes"

@@ -30,14 +30,16 @@ from trainer.config.keys import (
     unknown_key,
 )
 from trainer.config.rules import LOCAL_SUFFIXES, check_config, config_notes, rule_errors
-from trainer.config.target import num_processes
+from trainer.config.target import ANY_WORLD, World, num_processes
 from trainer.errors import COMMAND_LINE, ConfigError, raise_all
 from trainer.schema import Config, as_sources, with_changes, with_key
 
 __all__ = [
+    "ANY_WORLD",
     "COMMAND_LINE",
     "ConfigError",
     "Draft",
+    "World",
     "check_config",
     "config_from_dict",
     "config_notes",
@@ -65,15 +67,17 @@ def load_config(
     fsdp_config: str | Path | None = None,
     changes: Mapping[str, Any] = NO_CHANGES,
     tell: Callable[[str], None] = lambda note: None,
+    world: World | None = None,
 ) -> Config:
     """The checked Config of a `.py` or YAML file, with `a.b=c` overrides applied in order; the last one for a key wins.
 
     `fsdp_config`: a file as `accelerate config` writes it, applied after the config and before the overrides.
     `changes`: values of further command-line options, for `with_changes`; applied last. `tell`: called with one line
     for each value that has no effect or is converted to another key. A source (YAML or the command line) that gives
-    only one of train.steps and train.epochs drops the other. Raises ConfigError.
+    only one of train.steps and train.epochs drops the other. `world`: the ranks of the run; None: those on one node.
+    Raises ConfigError.
     """
-    config, _ = load_given(path, overrides, fsdp_config=fsdp_config, changes=changes, tell=tell)
+    config, _ = load_given(path, overrides, fsdp_config=fsdp_config, changes=changes, tell=tell, world=world)
     return config
 
 
@@ -85,6 +89,7 @@ def load_given(
     changes: Mapping[str, Any] = NO_CHANGES,
     tell: Callable[[str], None] = lambda note: None,
     text: str | None = None,
+    world: World | None = None,
 ) -> tuple[Config, frozenset[str]]:
     """The result of `load_config`, and the dotted keys that were given: those with a known place, and those that are
     not at their default (a `.py` file may set keys in ways that its text does not show).
@@ -105,7 +110,7 @@ def load_given(
     draft.set_all(accelerate.settings)
     draft.override(overrides)
     draft.change(changes)
-    config = draft.finish(accelerate.notes, tell=tell)
+    config = draft.finish(accelerate.notes, tell=tell, world=world)
     check_processes(accelerate, num_processes(config))
     return config, frozenset(key for key in known_keys() if key in draft.places.by_key or _differs(key, config))
 
@@ -120,15 +125,16 @@ def config_from_dict(
     *,
     overrides: Sequence[str] = (),
     changes: Mapping[str, Any] = NO_CHANGES,
+    world: World | None = None,
 ) -> Config:
     """The checked Config of nested plain values, as from `config_to_dict`; `where` names them in errors.
 
-    `overrides` (`a.b=c`) and `changes`, for `with_changes`: from the command line.
+    `overrides` (`a.b=c`) and `changes`, for `with_changes`: from the command line. `world`: see `load_config`.
     """
     draft = Draft.of_tree(values, Places(where))
     draft.override(overrides)
     draft.change(changes)
-    return draft.finish()
+    return draft.finish(world=world)
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -241,6 +247,7 @@ class Draft:
         *,
         tell: Callable[[str], None] = lambda note: None,
         standing: Collection[Broken] = (),
+        world: World | None = None,
     ) -> Config:
         """The checked config. Calls `tell` with each note, then with each line from `_answer`. Raises ConfigError, but
         not for rules in `standing`, which were broken before."""
@@ -249,7 +256,7 @@ class Draft:
             with self.noting(key):
                 answers.append(self._answer(key, value))
         wrong = {key.strip() for key in self.wrong}
-        rules = rule_errors(self.config, places=self.places, standing=standing, wrong=wrong)
+        rules = rule_errors(self.config, places=self.places, standing=standing, wrong=wrong, world=world)
         raise_all([*self.wrong.values(), *rules])
         for line in (*notes, *filter(None, answers)):
             tell(line)

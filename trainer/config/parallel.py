@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from trainer.config.fsdp1 import STRATEGIES
 from trainer.config.keys import Broken
-from trainer.schema import Config, ParallelConfig, gpu_count
+from trainer.config.target import ANY_WORLD, World
+from trainer.errors import ConfigError
+from trainer.schema import Config, ParallelConfig
 
 STRATEGY, RESHARD, REPLICAS = "parallel.sharding_strategy", "parallel.reshard_after_forward", "parallel.dp_replicate"
+
+HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 FSDP_KEYS = [
     f"parallel.{name}"
@@ -42,9 +46,11 @@ class Sharding:
 
 
 def sharding(options: ParallelConfig) -> Sharding:
-    """The combined meaning of `sharding_strategy` and `reshard_after_forward`, which must not contradict each other."""
+    """The combined meaning of `sharding_strategy`, `reshard_after_forward` and `dp_replicate`, which must not
+    contradict each other."""
     reshard = options.reshard_after_forward
-    word = options.sharding_strategy or ("SHARD_GRAD_OP" if reshard is False else "FULL_SHARD")
+    full, kept = ("FULL_SHARD", "SHARD_GRAD_OP") if (options.dp_replicate or 1) == 1 else HYBRIDS
+    word = options.sharding_strategy or (kept if reshard is False else full)
     how = STRATEGIES[word]
     return Sharding(word, how.replicated, how.hybrid, not how.keeps if reshard is None else reshard)
 
@@ -81,7 +87,7 @@ def why_no_graphs(config: Config, backend: str) -> str | None:
     return "lora.dropout is not 0" if config.lora.dropout else None
 
 
-def broken_rules(config: Config) -> Iterator[Broken]:
+def broken_rules(config: Config, world: World) -> Iterator[Broken]:
     """The rules of this section that the config breaks."""
     yield from _contradictions(config.parallel)
     if config.parallel.activation_checkpointing == "budget" and not is_compiled(config):
@@ -89,13 +95,14 @@ def broken_rules(config: Config) -> Iterator[Broken]:
         message = f"parallel.activation_checkpointing is budget, which the compiler keeps to, but {why}"
         hint = "set parallel.compile=true, or activation_checkpointing=selective"
         yield Broken("parallel.activation_checkpointing", message, hint, ("parallel.compile", "target.device"))
-    world_size = gpu_count(config.target.gpu_ranks) if config.target.gpu_ranks else 1
-    no_graphs = why_no_graphs(config, backend_of(config, world_size))
+    if world == ANY_WORLD:
+        return
+    no_graphs = why_no_graphs(config, backend_of(config, world.ranks))
     if config.parallel.cuda_graphs and no_graphs:
         message = f"parallel.cuda_graphs is true, and {no_graphs}"
         yield Broken("parallel.cuda_graphs", message, "drop it: graphs are used by themselves where they help")
-    if backend_of(config, world_size) == "fsdp":
-        yield from _sizes(config.parallel, world_size)
+    if backend_of(config, world.ranks) == "fsdp":
+        yield from _sizes(config.parallel, world)
 
 
 def _contradictions(options: ParallelConfig) -> Iterator[Broken]:
@@ -109,8 +116,8 @@ def _contradictions(options: ParallelConfig) -> Iterator[Broken]:
         elif how.keeps != (reshard is False):
             meant = "keeps gathered parameters until the backward" if how.keeps else "frees them after the forward"
             yield Broken(RESHARD, f"{both}: {word} {meant}", "keep one of the two", (STRATEGY,))
-    if options.dp_replicate is not None and not sharding(options).hybrid:
-        message = f"{REPLICAS} is {options.dp_replicate}, but {STRATEGY} is {word or 'not given'}"
+    if options.dp_replicate is not None and word is not None and not sharding(options).hybrid:
+        message = f"{REPLICAS} is {options.dp_replicate}, but {STRATEGY} is {word}"
         yield Broken(REPLICAS, message, f"set {STRATEGY}=HYBRID_SHARD, or drop dp_replicate", (STRATEGY,))
     if options.wrap_policy == "classes" and not options.wrap_classes:
         message = "parallel.wrap_policy is classes, but parallel.wrap_classes is empty"
@@ -119,9 +126,11 @@ def _contradictions(options: ParallelConfig) -> Iterator[Broken]:
         )
 
 
-def _sizes(options: ParallelConfig, world_size: int) -> Iterator[Broken]:
+def _sizes(options: ParallelConfig, world: World) -> Iterator[Broken]:
     """How many ranks share parameters or replicas, against the number of ranks."""
-    how, replicas = sharding(options), options.dp_replicate
+    how, replicas, world_size = sharding(options), options.dp_replicate, world.ranks
+    if how.hybrid and replicas is None and world.nodes > 1:
+        return  # one replica on each node: `mesh_of` checks it, which knows the ranks on each
     if how.hybrid and replicas is None:
         message = f"{STRATEGY} is {how.word}, and {REPLICAS} does not say how many replicas {world_size} rank(s) make"
         yield Broken(REPLICAS, message, f"set {REPLICAS} to a divisor of {world_size}", (STRATEGY,))
@@ -131,6 +140,53 @@ def _sizes(options: ParallelConfig, world_size: int) -> Iterator[Broken]:
     else:
         shards = world_size // (replicas or 1)
         yield from _smaller_group(how, shards)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How a run on several nodes spreads the model with FSDP. `replicas`: the value of `dp_replicate` to use."""
+
+    replicas: int | None
+    line: str
+
+
+def mesh_of(config: Config, counts: Sequence[int], *, in_order: bool = True) -> Mesh | None:
+    """The mesh of a run on several nodes: as the config says, else one replica on each node. None without FSDP.
+
+    `counts`: the ranks on each node; `in_order`: whether the ranks of each node are adjacent. Raises ConfigError for
+    replicas that cannot be made of these ranks.
+    """
+    ranks, options = sum(counts), config.parallel
+    if len(counts) < 2 or backend_of(config, ranks) != "fsdp":
+        return None
+    how, given = sharding(options), options.dp_replicate
+    uneven = f"the nodes have {', '.join(map(str, counts))} ranks" if len(set(counts)) > 1 else ""
+    uneven = uneven or ("" if in_order else "the ranks of a node are not adjacent")
+    if how.hybrid and uneven:
+        asked = f"{STRATEGY} is {how.word}" if options.sharding_strategy else f"{REPLICAS} is {given}"
+        message = f"{asked}, and replicas need as many ranks on each node: {uneven}"
+        raise ConfigError(message, hint=f"use {STRATEGY}=FULL_SHARD or target.train_backend=ddp")
+    if how.hybrid and given is not None and ranks % given:
+        message = f"{REPLICAS} is {given}, which does not divide {ranks} ranks"
+        raise ConfigError(message, hint=f"use one of {_divisors(ranks)}")
+    is_whole = isinstance(options.reshard_after_forward, bool | None)  # a number is a part of one replica over all
+    is_default = given is None and options.sharding_strategy is None and is_whole
+    if is_default and uneven:
+        return Mesh(None, f"mesh: 1 replica x {ranks} shards: {uneven}, so a replica on each node is not possible")
+    replicas = len(counts) if given is None and (how.hybrid or is_default) else given
+    for broken in _smaller_group(how, ranks // (replicas or 1)):
+        raise ConfigError(broken.message, hint=broken.hint)
+    return Mesh(replicas, _render_mesh(replicas or 1, ranks, counts))
+
+
+def _render_mesh(replicas: int, ranks: int, counts: Sequence[int]) -> str:
+    shape = f"mesh: {replicas} replica{'s' * (replicas > 1)} x {ranks // replicas} shard{'s' * (ranks > replicas)}"
+    if replicas == 1:
+        return f"{shape}, over {len(counts)} nodes"
+    if replicas != len(counts):
+        return f"{shape} ({REPLICAS}={replicas}) on {len(counts)} nodes"
+    held = "each rank holds the whole model" if ranks == replicas else "each node holds a whole replica"
+    return f"{shape}: {held}; {STRATEGY}=FULL_SHARD shards over all {ranks} ranks"
 
 
 def _smaller_group(how: Sharding, shards: int) -> Iterator[Broken]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 from trainer.config import parallel as config_parallel
@@ -19,7 +20,7 @@ from trainer.config.data import (
 )
 from trainer.config.fields import show
 from trainer.config.keys import Broken, Places, field_kinds, get_key, known_facts, limits, scalar_texts
-from trainer.config.target import environment_rules, gpu_rules
+from trainer.config.target import World, environment_rules, gpu_rules
 from trainer.config.train import (
     best_rules,
     export_rules,
@@ -46,10 +47,16 @@ RUN_OF_ANY_PROGRAM = ("name", "dir")
 """The keys of `run` that do not concern the trainer's outputs."""
 
 
-def check_config(config: Config, *, places: Places | None = None, standing: Collection[Broken] = ()) -> None:
+def check_config(
+    config: Config,
+    *,
+    places: Places | None = None,
+    standing: Collection[Broken] = (),
+    world: World | None = None,
+) -> None:
     """Raise a ConfigError for the rules that a config with the right types breaks. `places`: where its keys are set.
-    Rules in `standing` are not reported."""
-    raise_all(rule_errors(config, places=places, standing=standing))
+    Rules in `standing` are not reported. `world`: see `broken_rules`."""
+    raise_all(rule_errors(config, places=places, standing=standing, world=world))
 
 
 def rule_errors(
@@ -58,20 +65,22 @@ def rule_errors(
     places: Places | None = None,
     standing: Collection[Broken] = (),
     wrong: Collection[str] = (),
+    world: World | None = None,
 ) -> Iterator[ConfigError]:
     """An error for each broken rule, except rules with a key in `wrong` or in an earlier error: they may only follow
     from it."""
     told = set(wrong)
-    for broken in broken_rules(config):
+    for broken in broken_rules(config, world=world):
         keys = {broken.key, *broken.others}
         if broken not in standing and not keys & told:
             told |= keys
             yield ConfigError(broken.message, where=broken.place(places or Places()), hint=broken.hint)
 
 
-def broken_rules(config: Config) -> Iterator[Broken]:
-    """Each rule that a config with the right types breaks."""
-    rules = (
+def broken_rules(config: Config, *, world: World | None = None) -> Iterator[Broken]:
+    """Each rule that a config with the right types breaks. `world`: the ranks of the run; None: those on one node."""
+    here = world or World.of(config)
+    rules: tuple[Callable[[Config], Iterator[Broken]], ...] = (
         _limits,
         _texts,
         gpu_rules,
@@ -80,7 +89,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
         _model,
         data_rules,
         length_rules,
-        batch_rules,
+        partial(batch_rules, world=here),
         micro_batch_tokens_rules,
         corpus_rules,
         schedule_rules,
@@ -90,7 +99,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
         float8_rules,
         best_rules,
         export_rules,
-        config_parallel.broken_rules,
+        partial(config_parallel.broken_rules, world=here),
     )
     return (broken for rule in rules for broken in rule(config))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from trainer.config.fields import show
 from trainer.config.keys import Broken
@@ -19,6 +20,23 @@ LAUNCHER_NAMES = {
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "torchrun sets it for every process",
 )
+
+
+@dataclass(frozen=True)
+class World:
+    """How many ranks, on how many nodes, a config is checked for."""
+
+    ranks: int
+    nodes: int = 1
+
+    @staticmethod
+    def of(config: Config) -> World:
+        """The ranks of a run on one node."""
+        return World(num_processes(config))
+
+
+ANY_WORLD = World(0, 0)
+"""For a config whose ranks are not known, as in a checkpoint: rules that depend on them do not apply."""
 
 
 def num_processes(config: Config) -> int:

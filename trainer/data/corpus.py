@@ -15,7 +15,7 @@ import numpy as np
 
 from trainer.config.data import is_token_file
 from trainer.console import write_line
-from trainer.data.dataset.cache import TELL_EVERY_S, TOKENS_DIR, on_each_node
+from trainer.data.dataset.cache import TELL_EVERY_S, TOKENS_DIR, on_each_storage
 from trainer.data.dataset.documents import Documents, Source, overlap_note, pick_held_out, settings_for, source_shares
 from trainer.data.dataset.order import Mixture, epoch_documents
 from trainer.data.dataset.report import SplitReport
@@ -82,7 +82,8 @@ def list_corpus(config: Config) -> list[Source]:
 def open_corpus(
     config: Config, sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast, dist: Dist, folder: Path
 ) -> list[TokenFile]:
-    """A token file for each source; those of texts are in `folder`, made by each node's first rank or found there."""
+    """A token file for each source; those of texts are in `folder`, made by the first rank on each
+    storage, or found there."""
     paths = [_token_path(number, source, folder) for number, source in enumerate(sources)]
     tell = _progress if dist.is_main and sys.stderr.isatty() else _silent
 
@@ -91,7 +92,7 @@ def open_corpus(
             if not is_token_file(source.path):
                 _tokenize(source, path, tokenizer, workers=config.data.workers, tell=tell(source.path))
 
-    on_each_node(dist, make)
+    on_each_storage(dist, make)
     return [TokenFile.open(path) for path in paths]
 
 

@@ -38,7 +38,7 @@ from trainer.data.streams.loader import StreamLoader
 from trainer.data.tokenize.chat import check_template
 from trainer.data.tokenize.token_file import TokenFile, check_ids
 from trainer.data.tokenize.tokenizer import vocab_size
-from trainer.dist import Dist
+from trainer.dist import Dist, gather
 from trainer.errors import DataError
 from trainer.schema import Config
 from trainer.typed import from_json
@@ -123,6 +123,18 @@ def lay_out(
     held_out_report = held_out.report if len(held_out) else None
     account = DataReport(report, held_out_report, seconds=time.perf_counter() - started, notes=notes)
     return Data(train, evaluation, account)
+
+
+def check_same_rows(data: Data, dist: Dist) -> None:
+    """Raise DataError on every rank if nodes have read other rows: each reads its own copy of the data."""
+    if dist.nodes is None:
+        return
+    prints = gather((data.train.fingerprint(), data.report.train.tokens), dist.control_group)
+    other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
+    if other is not None:
+        names = f"{dist.nodes.name_of(0)} and {dist.nodes.name_of(other)}"
+        hint = "give all nodes the same files, tokenizer and packages"
+        raise DataError(f"{names} have read different rows", where="data.train", hint=hint)
 
 
 def check_store(store: Store, model_vocab: int | None) -> None:

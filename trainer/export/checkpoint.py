@@ -12,7 +12,7 @@ import torch
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import is_complete, newest_complete, steps_in
 from trainer.checkpoint.load import Resumed, load_model, read_full, read_info
-from trainer.config.load import config_from_dict
+from trainer.config.load import ANY_WORLD, config_from_dict
 from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers
 from trainer.dist import Dist
 from trainer.errors import ModelError
@@ -95,7 +95,7 @@ def _source(path: Path, info: Resumed) -> Source:
         raise ModelError(f"{path} does not say which model it is of", hint="a checkpoint of this trainer does")
     run_dir = path.parent.parent if path.parent.name == CHECKPOINTS_DIR else path.parent
     base = (info.extra.get("part") or {}).get("base")
-    read = config_from_dict(config, f"the config in {path}")
+    read = config_from_dict(config, f"the config in {path}", world=ANY_WORLD)
     return Source(path, run_dir, info.step, read, make_recipe(read).family.read_shape(shape), base)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.agree import settle
 from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.folders import steps_in
+from trainer.checkpoint.folders import step_name
 from trainer.checkpoint.load import load_model, verify
 from trainer.checkpoint.retention import best_in
-from trainer.dist import Dist, on_rank0
+from trainer.dist import Dist, on_keepers, on_rank0
 from trainer.export.adapter import export_adapter
 from trainer.export.generation import generation_of
 from trainer.export.model import Rows, export_tensors, random_rows, rows_of
@@ -64,11 +65,25 @@ def finish(run: Run, result: Result, *, shape: Shape, tokenizer: Any) -> int:
             run.log.note(line)
     if result.unsaved is not None:  # the same on every rank, and reported earlier; the export is worth its space
         raise result.unsaved
-    on_rank0(run.dist, lambda: write_outcome(run.run_dir, outcome))
+    on_keepers(run.dist, lambda: write_outcome(run.run_dir, outcome_here(outcome, run.dist)))
     for line in render_outcome(outcome, run.data.train.total_steps):
         run.log.note(line)
     run.log.close()
     return 0
+
+
+def outcome_here(outcome: Mapping[str, Any], dist: Dist) -> dict[str, Any]:
+    """The content of outcome.json on this rank's storage: an export is only where rank 0 has written it."""
+    if dist.is_main or dist.storages is None:
+        return dict(outcome)
+    return {**outcome, "export": None, "adapter": None, "compared": None, "written_on": dist.storages.names[0]}
+
+
+def whole_steps(folder: Path, dist: Dist) -> list[int] | None:
+    """The steps of the checkpoints that all storages hold together; None if there is one storage."""
+    if dist.storages is None:
+        return None
+    return [step for step, _ in settle(folder, dist.storages, dist.rank, dist.control_group).whole]
 
 
 def take_weights(run: Run, result: Result) -> int:
@@ -81,7 +96,8 @@ def take_weights(run: Run, result: Result) -> int:
     if source == "last" or (source == "auto" and result.reason is None):
         return last
     folder = run.run_dir / CHECKPOINTS_DIR
-    best = on_rank0(run.dist, lambda: best_in(folder, newest=last))
+    common = whole_steps(folder, run.dist)
+    best = on_rank0(run.dist, lambda: best_in(folder, newest=last, among=common))
     if best is None:
         run.log.note("warning: no checkpoint has a held-out loss: the weights of the last step are exported")
         return last
@@ -92,7 +108,7 @@ def take_weights(run: Run, result: Result) -> int:
         run.log.note(f"warning: {told}, is not there any more: the best of the others, step {step}, is exported")
     if step == last:
         return last
-    path = on_rank0(run.dist, lambda: steps_in(folder)[step])
+    path = folder / step_name(step)
     try:
         whole = verify(path, run.dist)
     except CheckpointError as error:

@@ -11,7 +11,9 @@ from trainer.progress import SLOW_PHASES, Phase, render_place
 from trainer.typed import from_json, parse_json
 
 SILENT_S = 20.0
-"""A rank that posts nothing for this time during its steps is gone, or its node is."""
+"""A rank that posts nothing for this time during its steps and saves is gone, or its node is."""
+MUTE_PHASES = frozenset({"starting", "exporting"})
+"""Phases in which a rank may be unable to post for longer: safetensors holds the interpreter while it writes a file."""
 GONE_S = 2.0
 """Seconds after a process on this machine has ended in which its normal end or its own failure may still be read."""
 
@@ -98,10 +100,10 @@ def _gone(running: Sequence[RankView]) -> Verdict | None:
 
 
 def _silent(running: Sequence[RankView], slow_timeout_s: float) -> Verdict | None:
-    """Ranks on other machines that post nothing. In slow phases reading or writing files may block a rank for long."""
+    """Ranks on other machines that post nothing. Some libraries hold the interpreter while they read or write files."""
 
     def limit(one: RankView) -> float:
-        return slow_timeout_s if one.beat.phase in SLOW_PHASES else SILENT_S
+        return slow_timeout_s if one.beat.phase in MUTE_PHASES else SILENT_S
 
     silent = [one for one in running if not one.alive_here and one.silent_s > limit(one)]
     if not silent:

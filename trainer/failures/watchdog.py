@@ -27,6 +27,7 @@ from trainer.console import write_error
 from trainer.dist import Dist, control_timeout_s
 from trainer.failures import diagnose
 from trainer.failures.heartbeat import SILENT_S, Heartbeat, Observer, Verdict, judge
+from trainer.nodes import Nodes
 from trainer.progress import Progress
 
 HANG_DIR = "hang"
@@ -36,6 +37,8 @@ TELL_S, DUMP_S = 5.0, 3.0
 """Seconds that a rank waits for the message to be printed, and for the other ranks' stacks."""
 FAILED_PEER_S = 5.0
 """Seconds that a rank continues after another one failed, so that its own exception can come first."""
+READ_S = 2.0
+"""Seconds that a failed rank of several nodes stays, so that the others can read why."""
 HINTS = {
     "late": "its stack is in {stacks}; a longer train.hang_timeout_s if it was only slow",
     "gone": "a call of exit in its code, or a signal: -9 is mostly the system's out-of-memory killer (dmesg tells)",
@@ -53,6 +56,18 @@ class Peers:
     timeout_s: float
     slow_timeout_s: float
     period_s: float
+    nodes: Nodes | None = None
+    """None if there is one."""
+
+    @property
+    def host(self) -> str:
+        """This rank's node, for messages."""
+        return socket.gethostname() if self.nodes is None else self.nodes.name_of(self.rank)
+
+    @property
+    def machine(self) -> str:
+        """Equal for two ranks that see each other's processes. Two nodes may be one machine, in a test."""
+        return machine_id() if self.nodes is None else f"{machine_id()} {self.nodes.of_rank[self.rank]}"
 
 
 @contextmanager
@@ -63,7 +78,9 @@ def watching(dist: Dist, run_dir: Path, *, timeout_s: float) -> Iterator[Watchdo
         return
     # torch's stub lacks `clone`
     store = torch_dist.HashStore() if dist.store is None else dist.store.clone()  # type: ignore[attr-defined]
-    peers = Peers(dist.rank, dist.world_size, run_dir, timeout_s, control_timeout_s(), period_s=min(1.0, timeout_s / 4))
+    peers = Peers(
+        dist.rank, dist.world_size, run_dir, timeout_s, control_timeout_s(), min(1.0, timeout_s / 4), dist.nodes
+    )
     watchdog = Watchdog(store, peers, dist.progress)
     watchdog.start()
     try:
@@ -86,12 +103,19 @@ class Watchdog:
         self._verdict: Verdict | None = None
         self._judged, self._over = threading.Event(), threading.Event()
         self._failed_at: float | None = None
-        self._observer = Observer(peers.world_size, ended=process_ended)
+        self._failure = ""
+        self._rounds = 0
+        self._lost = False
+        self._host, machine = peers.host, peers.machine
+        self._machine = machine
+        self._observer = Observer(peers.world_size, ended=lambda beat: process_ended(beat, machine))
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._post()
         self._thread.start()
+        if self._peers.nodes is not None:
+            threading.Thread(target=self._guard, name="store guard", daemon=True).start()
 
     def stop(self) -> None:
         """Stop watching, and post this rank's last heartbeat for the others."""
@@ -104,11 +128,21 @@ class Watchdog:
         """Post to the other ranks that this one fails, and why; they end too."""
         with suppress(RuntimeError):
             self._store.set("failed", f"{self._peers.rank}\n{message}")
+            if self._peers.nodes is not None:  # torchrun ends with this rank, and the store may end with it
+                time.sleep(READ_S)
 
     def await_verdict(self, seconds: float) -> Verdict | None:
         """Wait for the verdict that explains a broken connection; None if there is none within `seconds`."""
+        self._lost = self._peers.nodes is not None
         self._judged.wait(seconds)
         return self._verdict
+
+    def hears_store(self, seconds: float) -> bool:
+        """Whether the store answers within `seconds`."""
+        seen, deadline = self._rounds, time.monotonic() + seconds
+        while self._rounds == seen and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._rounds != seen
 
     def _watch(self) -> None:
         last = answered = time.monotonic()
@@ -122,17 +156,35 @@ class Watchdog:
                 self._post()
                 self._listen(now)
                 answered = now
+                self._rounds += 1
             except RuntimeError as error:
+                if self._failed_at is not None and now - self._failed_at > FAILED_PEER_S:
+                    self._follow(self._failure)
                 if now - answered > SILENT_S:
-                    self._end_without_store(error)
+                    self._end_without_store(str(error).splitlines()[0])
+
+    def _guard(self) -> None:
+        """End this rank if the store has stopped to answer without an error: its node is halted, or the link is cut.
+        The other thread is then in a call that may never return."""
+        seen, since = self._rounds, time.monotonic()
+        last = since
+        while not self._over.wait(self._peers.period_s):
+            now = time.monotonic()
+            if now - last > 5 + self._peers.period_s:  # see `_watch`
+                since += now - last
+            last = now
+            if self._rounds != seen:
+                seen, since = self._rounds, now
+            elif now - since > SILENT_S:
+                self._end_without_store("no answer")
 
     def _post(self) -> None:
         frame = sys._current_frames().get(self._main or 0)
         progress, self._serial = self._progress, self._serial + 1
         beat = Heartbeat(
             rank=self._peers.rank,
-            host=socket.gethostname(),
-            machine=machine_id(),
+            host=self._host,
+            machine=self._machine,
             pid=os.getpid(),
             serial=self._serial,
             step=progress.step,
@@ -146,14 +198,16 @@ class Watchdog:
     def _listen(self, now: float) -> None:
         self._observer.update(self._beats(), now)
         if self._failed_at is None and self._has("failed"):
-            self._failed_at = now
+            self._failed_at, self._failure = now, self._get("failed")
         if self._failed_at is not None:
             if now - self._failed_at > FAILED_PEER_S:
-                self._follow(self._get("failed"))
+                self._follow(self._failure)
             return
         if self._verdict is None:
             peers = self._peers
-            verdict = judge(self._observer.seen(now), timeout_s=peers.timeout_s, slow_timeout_s=peers.slow_timeout_s)
+            # a broken connection and silence together: the other node is gone, whatever its ranks were doing
+            slow_s = SILENT_S if self._lost else peers.slow_timeout_s
+            verdict = judge(self._observer.seen(now), timeout_s=peers.timeout_s, slow_timeout_s=slow_s)
             if verdict is None and not self._has("verdict"):
                 return
             self._carry_out(verdict)
@@ -174,6 +228,8 @@ class Watchdog:
         if int(won) == self._peers.rank:
             self._tell(self._verdict)
             self._store.set("told", "1")
+        elif self._peers.nodes is not None:  # the run folder may be another one, which must tell it too
+            self._tell(self._verdict)
         self._judged.set()
         self._dump(loud=self._peers.rank in self._verdict.ranks and self._verdict.kind == "late")
         self._store.set(f"dumped/{self._peers.rank}", "1")
@@ -209,14 +265,22 @@ class Watchdog:
             write_error(f"[rank {self._peers.rank}] rank {rank} failed: {message}")
         leave(1)
 
-    def _end_without_store(self, error: RuntimeError) -> None:
-        message = (
-            f"Error: torch's store has not answered for {SILENT_S:.0f} s: torchrun or the node that holds it is gone "
-            f"({str(error).splitlines()[0]})"
-        )
+    def _end_without_store(self, why: str) -> None:
+        message = f"Error: {self._lost_store()} ({why})"
+        if self._peers.nodes is not None:
+            message += f"\nhint: {HINTS['silent']}"
         if diagnose.claim_failure(self._peers.run_dir, self._peers.rank, message):
             write_error(f"[rank {self._peers.rank}] {message}")
         leave(1)
+
+    def _lost_store(self) -> str:
+        nodes, since = self._peers.nodes, f"torch's store has not answered for {SILENT_S:.0f} s"
+        if nodes is None or nodes.store is None:
+            return f"{since}: torchrun or the node that holds it is gone"
+        if nodes.store == nodes.of_rank[self._peers.rank]:
+            return f"{since}: torchrun on this node, {nodes.names[nodes.store]}, is gone"
+        name = nodes.names[nodes.store]
+        return f"{name} has been silent for {SILENT_S:.0f} s: the node or the network is gone. It holds torch's store"
 
     def _has(self, *keys: str) -> bool:
         return bool(self._store.check(list(keys)))
@@ -257,9 +321,10 @@ def machine_id() -> str:
         return socket.gethostname()
 
 
-def process_ended(beat: Heartbeat) -> bool | None:
-    """Whether the process that sent a heartbeat has ended; None if it runs on another machine."""
-    if beat.machine != machine_id():
+def process_ended(beat: Heartbeat, machine: str | None = None) -> bool | None:
+    """Whether the process that sent a heartbeat has ended; None if it runs on another machine than `machine`, which is
+    this one."""
+    if beat.machine != (machine or machine_id()):
         return None
     with suppress(OSError):
         try:

@@ -13,7 +13,7 @@ from trainer.batch import Batch
 from trainer.checkpoint.states import ExtraState
 from trainer.data.batches.micro_batches import Ranks
 from trainer.data.batches.steps import largest_batch
-from trainer.data.loader import Data
+from trainer.data.loader import Data, check_same_rows
 from trainer.dist import Dist
 from trainer.export.finish import finish
 from trainer.failures.oom import oom_advice
@@ -47,6 +47,7 @@ def train(recipe: Recipe, config: Config, run_dir: Path, dist: Dist) -> int:
     seed_everything(config, dist)
     prompts = read_prompts(config, basis.tokenizer, basis.shape)
     data = recipe.data(config, dist, basis, run_dir=run_dir)
+    check_same_rows(data, dist)
     memory = MemoryKeeper(config, basis.shape, run_dir, dist)
     advice = oom_advice(lambda: memory.config, basis.shape, dist, on_failure=memory.record_failure)
     with closing(data), advice, fastest_kernels():

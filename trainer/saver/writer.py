@@ -159,7 +159,8 @@ class Writer:
         began = time.perf_counter()
         self._note = self.prepare(model, optimizer) or ""
         dist = self._dist
-        order = Order(folder, step, dist.rank, dist.world_size, random_state(), json.loads(json.dumps(info)), keep)
+        own = json.loads(json.dumps(info))
+        order = Order(folder, step, dist.rank, dist.world_size, random_state(), own, keep, dist.storages)
         state = sharded_state(model, optimizer)
         if self._is_async(local_bytes(state)):
             packed, wait = self._staging.copy(state)

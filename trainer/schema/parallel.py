@@ -18,7 +18,8 @@ class ParallelConfig:
     """FSDP; upper or lower case. FULL_SHARD: a group's gathered parameters are freed after its forward. SHARD_GRAD_OP:
     they are kept until the step's last backward. NO_SHARD: ddp. HYBRID_SHARD: FULL_SHARD within each of `dp_replicate`
     replicas. _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP within each. None: as `reshard_after_forward` says. Both None: with
-    `memory` auto, parameters stay gathered if nothing is recomputed and they fit; otherwise FULL_SHARD."""
+    `memory` auto, parameters stay gathered if nothing is recomputed and they fit; otherwise FULL_SHARD. None on several
+    nodes: one replica on each node, unless `dp_replicate` says otherwise; FULL_SHARD shards over all nodes."""
     reshard_after_forward: bool | int | None = key(None, limit=AT_LEAST_0, elsewhere=("fsdp_reshard_after_forward",))
     """FSDP: free a group's gathered parameters after its forward. A number N: shard them over N ranks only, so that the
     backward gathers within those; N must be more than 1 and a proper divisor of the ranks that share the parameters.
@@ -26,8 +27,8 @@ class ParallelConfig:
     stay gathered from a step's first forward to its last backward, if nothing is recomputed and they fit. Otherwise
     they are freed."""
     dp_replicate: int | None = key(None, limit=AT_LEAST_1)
-    """Number of replicas, for HYBRID_SHARD and _HYBRID_SHARD_ZERO2 only, which require it. Each replica is sharded over
-    ranks / replicas ranks; it must divide the number of ranks."""
+    """FSDP: number of replicas; each is sharded over ranks / replicas ranks. It must divide the number of ranks. None:
+    one replica on each node of several; on one node a single one, and HYBRID_SHARD requires a number."""
     reduce_dtype: Literal["fp32", "bf16"] = key("fp32", elsewhere=("MixedPrecision.reduce_dtype",))
     """Dtype of the gradient reduction over several ranks (ddp, fsdp)."""
     wrap_policy: Literal["transformer", "size", "classes"] = key(

@@ -18,3 +18,4 @@ JOB_ID_ENV = "TORCHFERRY_JOB_ID"  # marks every process of a job
 CACHE_ENV = "TORCHFERRY_CACHE"  # where compiled code is kept, set by the deployer: below the host's root
 STARTED_ENV = "TORCHFERRY_STARTED_S"  # when the launcher began, in seconds since the machine started
 RESTARTED_ENV = "TORCHFERRY_RESTARTED"  # set when the host started the job again after a failure, by itself
+NODE_ENV = "TORCHFERRY_NODE"  # the number of this node in a job on several hosts

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -15,16 +16,20 @@ from pathlib import Path
 import torch
 
 from trainer.console import write_error, write_line
-from trainer.dist import Dist, control_timeout_s, on_rank0, start_dist, stop_dist
+from trainer.dist import Dist, control_timeout_s, gather, on_keepers, on_rank0, start_dist, stop_dist
 from trainer.errors import ConfigError, UserError
 from trainer.failures import diagnose
 from trainer.failures.heartbeat import SILENT_S
+from trainer.failures.termination import outlasting_sigterm
 from trainer.failures.watchdog import leave, watching
 from trainer.metrics.trackers import check_trackers
+from trainer.nodes import Nodes
 from trainer.run_folder import IN_USE_HINT, acquire_run_folder, acquire_shared, release_all
 from trainer.schema import OUTCOME_FILE, Config
 from trainer.start import launch
+from trainer.start.storage import find_storages, render_storage
 from trainer.startup import Startup
+from trainer.words import first_few
 
 FAILURES = (Exception, KeyboardInterrupt, SystemExit)
 COMM_MARGIN_S = 60
@@ -46,16 +51,19 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
         startup.enter("ranks")
         dist = start_dist(usable_device(config), comm_timeout_s=comm_timeout_s(config.train.hang_timeout_s))
         dist = replace(dist, startup=startup)
-        taken = on_rank0(dist, lambda: acquire_run_folder(run_dir) if run_dir else None)
+        if dist.nodes is not None:
+            at_rank_0 = on_rank0(dist, lambda: run_dir or _new_run_dir(config))
+            run_dir = run_dir or at_rank_0
+            dist = find_storages(dist, run_dir)
+        taken = _taken(dist, run_dir)
         if taken:
             run_dir = None  # it belongs to the other run: record no failure there
             raise ConfigError(taken, hint=IN_USE_HINT)
-        if run_dir and not dist.is_main:
+        if run_dir and not dist.is_keeper:
             acquire_shared(run_dir)
-        opened = on_rank0(dist, lambda: _open_run_dir(config, run_dir))
-        run_dir = run_dir or opened  # each node may have been given another path
+        run_dir = on_keepers(dist, lambda: _open_run_dir(config, run_dir))
         if dist.is_main:
-            write_line(sys.stdout, f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model")
+            _tell_start(dist)
         code = run_recipe(config, run_dir, dist, debug=debug)
     except FAILURES as error:  # run_recipe handles failures inside the recipe
         code = tell_failure(error, run_dir, debug=debug)
@@ -76,7 +84,10 @@ def _show_fatal_signals() -> None:
 
 def run_recipe(config: Config, run_dir: Path, dist: Dist, *, debug: bool) -> int:
     """Run the configured recipe under the watchdog. Ends the process after Ctrl-C, or if one of several ranks fails."""
-    with watching(dist, run_dir, timeout_s=config.train.hang_timeout_s) as watchdog:
+    with (
+        watching(dist, run_dir, timeout_s=config.train.hang_timeout_s) as watchdog,
+        outlasting_sigterm(watchdog, several=dist.nodes is not None),
+    ):
         try:
             dist.startup.enter("imports")
             recipe = import_module(f"trainer.recipes.{config.recipe}")
@@ -106,12 +117,45 @@ def usable_device(config: Config) -> launch.DeviceKind:
     return kind
 
 
+def _taken(dist: Dist, run_dir: Path | None) -> str | None:
+    """Lock the run folder on each storage. Returns why one of them could not be locked; the same on every rank."""
+    taken = on_keepers(dist, lambda: acquire_run_folder(run_dir) if run_dir else None)
+    if dist.storages is None:
+        return taken
+    return next((why for why in gather(taken, dist.control_group) if why), None)
+
+
+def _tell_start(dist: Dist) -> None:
+    ranks = (
+        f"{dist.world_size} rank(s)" if dist.nodes is None else f"{dist.world_size} ranks of {_nodes_text(dist.nodes)}"
+    )
+    write_line(sys.stdout, f"{ranks} on {dist.device.type}: reading data, building the model")
+    if dist.nodes is not None:
+        write_line(sys.stdout, render_storage(dist))
+
+
+def _nodes_text(nodes: Nodes) -> str:
+    """`2 nodes (node 0 (a): ranks 0-3, node 1 (b): ranks 4-7)`."""
+    places = [(name, nodes.ranks(node)) for node, name in enumerate(nodes.names)]
+    shown = [f"{name}: rank{'s' * (len(ranks) > 1)} {_span(ranks)}" for name, ranks in places]
+    return f"{len(places)} nodes ({first_few(shown, 8)})"
+
+
+def _span(ranks: Sequence[int]) -> str:
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+
+
+def _new_run_dir(config: Config) -> Path:
+    run_dir = launch.new_run_dir(config, time.localtime())
+    write_line(sys.stdout, f"run folder: {run_dir}")
+    return run_dir
+
+
 def _open_run_dir(config: Config, run_dir: Path | None) -> Path:
     """Create the run folder if needed, write the resolved config into it, and delete an earlier start's outcome and
     failure files."""
     if run_dir is None:  # started with torchrun by hand
-        run_dir = launch.new_run_dir(config, time.localtime())
-        write_line(sys.stdout, f"run folder: {run_dir}")
+        run_dir = _new_run_dir(config)
     launch.write_config(config, run_dir)
     for stale in (OUTCOME_FILE, diagnose.FAILURE_FILE):
         (run_dir / stale).unlink(missing_ok=True)

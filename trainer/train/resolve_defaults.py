@@ -15,6 +15,7 @@ from typing import Any
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.load import read_info
 from trainer.checkpoint.resume import choose
+from trainer.config.parallel import mesh_of
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ConfigError
 from trainer.optim.build import had_8bit_embeddings
@@ -29,10 +30,10 @@ def resolve_defaults(config: Config, dist: Dist, run_dir: Path | None = None) ->
     """Resolve all defaults: from the checkpoint that the run resumes from, else by what is trained and where.
 
     Every rank must call this. `run_dir`: None if there is no run and so no checkpoint. Raises ConfigError if
-    `optim.min_learning_rate` is above the run's learning rate.
+    `optim.min_learning_rate` is above the run's learning rate, or if the nodes have no such mesh.
     """
     saved = saved_config(config, run_dir, dist) if run_dir else {}
-    return _with_optim(resolve_precision(config, dist, saved), saved)
+    return _with_mesh(_with_optim(resolve_precision(config, dist, saved), saved), dist)
 
 
 def foresee(config: Config) -> ResolvedConfig:
@@ -61,6 +62,19 @@ def _with_optim(before: ResolvedConfig, saved: Saved) -> ResolvedConfig:
     config, lines = _with_rate(before.config, _section(saved, "optim"))
     config, more = _with_embeddings(config, _section(saved, "optim"))
     return ResolvedConfig(config, [*before.lines, *lines, *more])
+
+
+def _with_mesh(before: ResolvedConfig, dist: Dist) -> ResolvedConfig:
+    nodes = dist.nodes
+    if nodes is None:
+        return before
+    mesh = mesh_of(before.config, nodes.counts, in_order=list(nodes.of_rank) == sorted(nodes.of_rank))
+    if mesh is None:
+        return before
+    config = before.config
+    if mesh.replicas is not None:
+        config = with_key(config, "parallel.dp_replicate", mesh.replicas)
+    return ResolvedConfig(config, [*before.lines, mesh.line])
 
 
 def _with_rate(config: Config, saved: Saved) -> tuple[Config, list[str]]:

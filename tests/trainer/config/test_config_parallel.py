@@ -63,7 +63,10 @@ def test_strategy_and_reshard_mean_one_thing(options, reshard):
             {"sharding_strategy": "NO_SHARD", "reshard_after_forward": True},
             "parallel.sharding_strategy is NO_SHARD, but parallel.reshard_after_forward is true: nothing is sharded",
         ),
-        ({"dp_replicate": 2}, "parallel.dp_replicate is 2, but parallel.sharding_strategy is not given"),
+        (
+            {"sharding_strategy": "FULL_SHARD", "dp_replicate": 2},
+            "parallel.dp_replicate is 2, but parallel.sharding_strategy is FULL_SHARD",
+        ),
         (
             {"sharding_strategy": "HYBRID_SHARD"},
             "parallel.sharding_strategy is HYBRID_SHARD, and parallel.dp_replicate does not say how many replicas 4",

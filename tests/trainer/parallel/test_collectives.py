@@ -30,14 +30,18 @@ COLLECTIVES = {
     "sum_over_ranks",
     "on_rank0",
     "on_all",
-    "on_each_node",
+    "on_each_storage",
+    "on_keepers",
+    "on_ranks",
+    "settle",
+    "from_rank0",
     "rank0_first",
     "train_step",
     "evaluate",
     "clip",
 }
 """torch's own, and our functions that call them."""
-RANK_NAMES = {"rank", "local_rank", "is_main"}
+RANK_NAMES = {"rank", "local_rank", "is_main", "is_keeper"}
 
 
 def collectives_under_a_rank(source: str) -> Iterator[tuple[int, str]]:

@@ -75,9 +75,11 @@ def test_ended_process_is_gone_unless_it_was_done():
     assert verdict_on(seen(0), seen(1, ended_s=1.0)) is None
 
 
-def test_rank_of_another_machine_is_silent_after_20_s_in_its_steps_only():
+def test_rank_of_another_machine_is_silent_after_20_s_in_its_steps_and_saves_only():
     assert verdict_on(seen(0), seen(1, silent_s=19)) is None
     assert verdict_on(seen(0), seen(1, silent_s=25, phase="starting")) is None
+    assert verdict_on(seen(0), seen(1, silent_s=25, phase="exporting")) is None
+    assert verdict_on(seen(0), seen(1, silent_s=25, phase="saving")).kind == "silent"
     verdict = verdict_on(seen(0), seen(1, silent_s=25))
     assert (verdict.kind, verdict.ranks) == ("silent", [1])
     assert "rank 1 on h has been silent for 25 s, last heard of in the forward pass of step 5" in verdict.message

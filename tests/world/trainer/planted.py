@@ -50,13 +50,13 @@ PLANTED = {
     ),
     "checksums that are not compared": Planted(
         "trainer.checkpoint.load",
-        "        damaged = damages(path, share(read[0].files, dist.rank, dist.world_size))\n",
+        "        damaged = damages(path, share(read[0].files, *dist.place))\n",
         "        damaged: list[str] = []\n",
         seed=9,
     ),
     "ranks that compare the same files": Planted(
         "trainer.checkpoint.load",
-        "share(read[0].files, dist.rank, dist.world_size)",
+        "share(read[0].files, *dist.place)",
         "share(read[0].files, 0, dist.world_size)",
         seed=9,
     ),
@@ -77,7 +77,7 @@ PLANTED = {
     ),
     "damaged one passed over in silence": Planted(
         "trainer.checkpoint.resume",
-        "    aside = on_rank0(dist, lambda: {bad: set_aside(bad) for bad in reasons})\n",
+        "    aside = on_keepers(dist, lambda: {bad: set_aside(bad) for bad in reasons if bad.exists()})\n",
         "    return []\n    aside = {}\n",
         seed=12,
     ),

@@ -1,4 +1,4 @@
-"""Tokenizes rows once per node into `RUN/tokens/`; every rank reads the file, and a restart reuses it."""
+"""Tokenizes rows once per run folder into `RUN/tokens/`; every rank reads the file, and a restart reuses it."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def tokenize_in_memory(config: Config, tokenizer: PreTrainedTokenizerFast) -> tu
 def tokenize_in_run(
     config: Config, tokenizer: PreTrainedTokenizerFast, dist: Dist, run_dir: Path
 ) -> tuple[Store, RowTable]:
-    """All rows of the config in token files of the run folder, made by the first rank of each node or found there.
+    """All rows of the config in token files of the run folder, made by the first rank that sees it, or found there.
 
     They are made again when a source, the tokenizer, its template or an option has changed. Raises on every rank what
     one of them has met.
     """
     folder = run_dir / TOKENS_DIR
-    on_each_node(dist, lambda: _make(config, tokenizer, folder, tell=dist.is_main and sys.stderr.isatty()))
+    on_each_storage(dist, lambda: _make(config, tokenizer, folder, tell=dist.is_main and sys.stderr.isatty()))
     return _open(folder)
 
 
@@ -158,8 +158,8 @@ def telling(rows: Iterable[EncodedRow], *, every_s: float = TELL_EVERY_S) -> Ite
 # --- the ranks -------------------------------------------------------------------------------------------------------
 
 
-def on_each_node(dist: Dist, work: Callable[[], None]) -> None:
-    """Does `work` on the first rank of each node while the others wait, however long it takes.
+def on_each_storage(dist: Dist, work: Callable[[], None]) -> None:
+    """Does `work` on the first rank of each storage of the run folder while the others wait, however long it takes.
 
     The error that a rank has met is raised on all: a UserError as it is, anything else elsewhere as a DistError.
     """
@@ -168,7 +168,8 @@ def on_each_node(dist: Dist, work: Callable[[], None]) -> None:
         return
     error: BaseException | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizing") as pool:
-        future = pool.submit(work) if dist.local_rank == 0 else None
+        works = dist.local_rank == 0 if dist.nodes is None else dist.is_keeper
+        future = pool.submit(work) if works else None
         # short collectives, so that their timeout does not limit the duration of the work
         while not _all_done(dist, future):
             pass
