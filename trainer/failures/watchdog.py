@@ -294,6 +294,12 @@ class Watchdog:
             time.sleep(0.05)
 
 
+def tell_failure_of(store: torch_dist.Store, rank: int, message: str) -> None:
+    """Post for a rank that a signal ended why it failed, unless a rank has posted a failure. Raises RuntimeError."""
+    posts = torch_dist.PrefixStore("watchdog", store)
+    posts.compare_set("failed", "", f"{rank}\n{message}")
+
+
 def write_collectives(path: Path) -> None:
     """Write this rank's last collectives and their states, if torch records them (train.debug_distributed)."""
     if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":

@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
 from torch.distributed.elastic.utils.store import _barrier_nonblocking
 
+from trainer.failures.watchdog import tell_failure_of
 from trainer.start.cards import Card, MeetingError, judge_cards, render_cards, render_nodes
 from trainer.start.place import Node, node_command
 from trainer.typed import InvalidData, from_json, parse_json
@@ -124,6 +125,11 @@ class Meeting:
             deadline = time.monotonic() + END_S
             while not self._has(others) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
+
+    def tell_failure(self, rank: int, message: str) -> None:
+        """Tell the ranks of the other nodes why this node's rank ended, if a signal ended it before it could."""
+        with suppress(RuntimeError):
+            self._ask(lambda: tell_failure_of(self._torchruns, rank, message))
 
     def join_last_barrier(self) -> None:
         """Let the other nodes' torchruns end: they wait for this one's end, which it does not tell after a signal."""

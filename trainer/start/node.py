@@ -49,7 +49,7 @@ def run_node(args: Namespace) -> int:
         return read_state(run_dir) if node.rank == 0 else meeting.outcome()
 
     try:
-        return run(args, run_dir, state)
+        return run(args, run_dir, state, meeting.tell_failure)
     except RuntimeError as error:  # of the store
         told = f"torchrun could not start on all nodes: {str(error).splitlines()[0]}"
         write_error(MeetingError(told, hint="the output of the other nodes may have the reason").render())

