@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.config.load import load_config, num_processes
+from trainer.config.load import ANY_WORLD, load_config, num_processes
 from trainer.console import write_error, write_line
 from trainer.errors import UserError
 from trainer.schema import OUTCOME_FILE, RUN_DIR_ENV
@@ -68,7 +68,7 @@ def _let_signals_end_this() -> None:
 def _meet(args: Namespace, node: Node) -> tuple[Meeting, Path]:
     """The meeting after all nodes are ready, and the run folder. Raises UserError and KeyboardInterrupt."""
     config_path = Path(args.training_script_args[0])
-    config = load_config(config_path)
+    config = load_config(config_path, world=ANY_WORLD)
     run_dir = os.environ.get(RUN_DIR_ENV, "")
     if node.rank == 0:
         with suppress(OSError):

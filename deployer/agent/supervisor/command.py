@@ -31,7 +31,10 @@ from ..python.spec import PythonSpec
 from .start import LaunchInput
 
 _PR_SET_PDEATHSIG = 1
-_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 _OF_A_NODE = ("NODE_RANK", "NNODES", "NUM_NODES")  # which the trainer reads where a user starts it by hand
 _OF_A_JOB = (RESTARTED_ENV, GROUP_ENV, BESIDE_ENV)
 
