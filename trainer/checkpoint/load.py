@@ -98,7 +98,7 @@ def read_full(path: Path) -> State:
     spread = verify(path, _ALONE).spread
     lacking = [name for name in spread.needs if not (path / name).exists()] if spread else []
     if spread and lacking:
-        raise CheckpointError(f"{path} is not whole: {render_lacking([lacking], ['this node'], spread)}. {BRING}")
+        raise CheckpointError(f"{path} is not whole: {render_lacking([lacking], ['this node'], spread)}; {BRING}")
     on_all(lambda: found.append(read_all_shards(path)), None, partial(load_error, path))
     return found[0]
 

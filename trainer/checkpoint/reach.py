@@ -12,10 +12,7 @@ from trainer.dist import Dist, gather
 from trainer.errors import ConfigError
 from trainer.words import first_few
 
-BRING = (
-    "`deploy.py resume` brings each node what it needs, and `pull ID --checkpoints` a whole checkpoint; by hand, copy "
-    "the missing files into the same folder"
-)
+BRING = "copy the missing files into the same folder of that node, and start again"
 
 
 def check_reach(path: Path, spread: Spread | None, state: Callable[[], State], dist: Dist) -> None:
