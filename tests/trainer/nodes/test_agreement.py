@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.trainer.nodes.bringing import Folder, needed, to_bring
 from trainer.checkpoint.reach import render_lacking
-from trainer.checkpoint.spread import ALWAYS, Folder, Holding, Part, Spread, agree, needed, to_bring
+from trainer.checkpoint.spread import ALWAYS, Holding, Part, Spread, agree
 
 NAMES = ["node 0 (a)", "node 1 (b)"]
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.trainer.nodes.bringing import Folder, to_bring
 from tests.trainer.nodes.on_nodes import FULL, checkpoints, losses_in, start, state_of
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import damages, is_complete
 from trainer.checkpoint.load import read_full
-from trainer.checkpoint.spread import Folder, Spread, to_bring
+from trainer.checkpoint.spread import Spread
 from trainer.errors import ConfigError
 from trainer.export.checkpoint import find_source, load_trained
 from trainer.typed import from_json
